@@ -1,0 +1,43 @@
+# Every target sets up what it needs. `make demo` and `make test` are all that a newcomer types.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format golden bench clean
+
+help: ## Show the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(VENV)/.ready ## Build and show a plan for Qwen3-0.6B
+	$(BIN)/m2ncompile build plans/qwen3-0.6b-fsdp4-tp2.toml --output build
+	$(BIN)/m2ncompile show build/qwen3-0.6b-fsdp4-tp2.plan.json
+	$(BIN)/m2ncompile explain build/qwen3-0.6b-fsdp4-tp2.plan.json model.layers.0.mlp.down_proj.weight
+
+test: $(VENV)/.ready ## Run the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(VENV)/.ready ## Rebuild the checked-in plans
+	$(BIN)/m2ncompile build plans/*.toml --no-cache --output plans
+
+bench: $(VENV)/.ready ## Print the table of build times, sizes and load times
+	$(BIN)/python tools/bench_build.py
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

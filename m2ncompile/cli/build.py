@@ -1,0 +1,122 @@
+"""`m2ncompile build`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from m2ncompile.build import Built, build
+from m2ncompile.cli.common import CacheOption, JsonOption, print_json, size, store_at
+from m2ncompile.cli.progress import progress_bar
+from m2ncompile.errors import M2nCompileError, StoreError
+from m2ncompile.summary import summarize
+
+__all__ = ["build_command"]
+
+
+def build_command(
+    specs: Annotated[list[Path], typer.Argument(metavar="SPEC...", help="Spec files (TOML).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Also write each plan here: a folder, or a file when there is one spec.",
+        ),
+    ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Neither read nor write the store.")
+    ] = False,
+    cache: CacheOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Compile specs to plans. A plan whose inputs are known comes from the store.
+
+    With several specs, one that fails does not stop the rest; the exit code is 2.
+    """
+    store = None if no_cache else store_at(cache)
+    results: list[dict[str, Any]] = []
+    failed = False
+    for spec in specs:
+        try:
+            with progress_bar(spec.name) as progress:
+                built = build(spec, store, progress)
+            written = _write(built, spec, output, several=len(specs) > 1)
+        except M2nCompileError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed = True
+            continue
+        if built.warning:
+            print(f"warning: the plan is not stored: {built.warning}", file=sys.stderr)
+        result = _result(spec, built, written)
+        results.append(result)
+        if not json:
+            _print(result, built)
+    if json:
+        print_json("m2ncompile.build/1", {"plans": results})
+    if failed:
+        raise typer.Exit(2)
+
+
+def _write(built: Built, spec: Path, output: Path | None, several: bool) -> Path | None:
+    """Write the plan as asked; a reader never sees half a file."""
+    if output is None:
+        return built.path
+    into_folder = several or output.is_dir() or not output.suffix
+    path = output / f"{spec.stem}.plan.json" if into_folder else output
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(built.plan.encoded)
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise StoreError(f"{path}: can't write the plan: {error.strerror}") from None
+    return path
+
+
+def _result(spec: Path, built: Built, written: Path | None) -> dict[str, Any]:
+    plan = built.plan
+    summary = summarize(plan)
+    return {
+        "spec": str(spec),
+        "path": None if written is None else str(written),
+        "cached": built.hit,
+        "plan_digest": plan.digest,
+        "program_digest": plan.digests.program,
+        "source_digest": plan.digests.source,
+        "complete_digest": plan.digests.complete,
+        "model": plan.inputs.model.name,
+        **msgspec.to_builtins(summary),
+    }
+
+
+def _print(result: dict[str, Any], built: Built) -> None:
+    total = result["nbytes"]
+    received = result["wire_bytes_per_worker"]
+    lines = [f"{result['spec']}: {result['model']}" + (" (cached)" if built.hit else "")]
+    for route in result["routes"]:
+        share = 100 * route["nbytes"] / total
+        lines.append(
+            f"  {route['route']:<10}{route['tensors']:>8} tensors  "
+            f"{size(route['nbytes']):>10}  {share:5.1f}%"
+        )
+    span = size(max(received))
+    if min(received) != max(received):
+        span = f"{size(min(received))} to {span}"
+    lines += [
+        f"  collectives   {result['collectives']}",
+        f"  wire/worker   {span} (model: {size(total)})",
+        f"  plan          {result['plan_digest']}",
+        f"  program       {result['program_digest']}",
+        f"  source        {result['source_digest']}",
+        f"  complete      {result['complete_digest'] or '(not expressible by vLLM)'}",
+        f"  written to    {result['path'] or '(not written)'}",
+    ]
+    print("\n".join(lines))

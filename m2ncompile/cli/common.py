@@ -1,0 +1,88 @@
+"""What several commands share: options, opening a plan, output."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from m2ncompile.build import open_store
+from m2ncompile.errors import PlanError
+from m2ncompile.plan_check import load, loads
+from m2ncompile.store import Store, default_root
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from m2ncompile.plan import Plan
+
+__all__ = [
+    "CacheOption",
+    "JsonOption",
+    "PlanArgument",
+    "console",
+    "open_plan",
+    "print_json",
+    "size",
+    "store_at",
+]
+
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document with a versioned schema.")
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        help="The store's folder (default: $M2NCOMPILE_CACHE, else a folder in the user's cache).",
+    ),
+]
+PlanArgument = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan file, or the start of a digest in the store.")
+]
+
+
+def store_at(root: Path | None) -> Store:
+    return open_store(root or default_root())
+
+
+def open_plan(reference: str, cache: Path | None) -> Plan:
+    """A plan by file or by digest (at least 6 hex digits). Raises PlanError or StoreError."""
+    path = Path(reference)
+    if path.exists():
+        return load(path)
+    if len(reference) >= 6 and all(c in "0123456789abcdef" for c in reference):
+        store = store_at(cache)
+        digest = store.resolve(reference)
+        return loads(store.get(digest), str(store.path(digest)))
+    raise PlanError(
+        f"{reference}: no such file, and no digest in the store (6 or more hex digits). "
+        "Build it: m2ncompile build SPEC"
+    )
+
+
+def print_json(schema: str, content: dict[str, Any]) -> None:
+    """One document on stdout; `schema` changes when keys change their meaning."""
+    document = {"schema": schema, **content}
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    sys.stdout.write(text.decode() + "\n")
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    # Tables must not wrap at 80 columns when a pipe has no width of its own.
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, in decimal units as link speeds are."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"

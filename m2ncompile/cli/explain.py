@@ -1,0 +1,103 @@
+"""`m2ncompile explain`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, open_plan, print_json, size
+from m2ncompile.cli.text import placement_text
+from m2ncompile.dtypes import nbytes
+from m2ncompile.errors import PlanError, nearest
+from m2ncompile.pieces import pieces
+from m2ncompile.plan_check import layouts_of
+
+if TYPE_CHECKING:
+    from m2ncompile.plan import Plan
+
+__all__ = ["explain_command"]
+
+
+def explain_command(
+    plan: PlanArgument,
+    tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="The tensor's checkpoint name.")],
+    cache: CacheOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Say where each piece of a tensor comes from and goes to, and why by this route."""
+    document = _document(open_plan(plan, cache), tensor)
+    if json:
+        print_json("m2ncompile.explain/1", document)
+    else:
+        _print(document)
+
+
+def _document(plan: Plan, name: str) -> dict[str, Any]:
+    names = [tensor.name for tensor in plan.tensors]
+    if name not in names:
+        close = nearest(name, names)
+        raise PlanError(
+            f'the plan has no tensor "{name}"' + (f'; did you mean "{close}"?' if close else "")
+        )
+    index = names.index(name)
+    layouts = layouts_of(plan)
+    tensor = plan.tensors[index]
+    geometry = plan.geometries[tensor.geometry]
+    source = layouts[tensor.source]
+    dtype = plan.dtypes[geometry.dtype]
+    position = {d: i for i, t in enumerate(plan.transfers) for d in t.destinations}
+    destinations = []
+    for number, destination in enumerate(plan.destinations):
+        if destination.tensor != index:
+            continue
+        layout = layouts[destination.layout]
+        reason = None if destination.reason is None else plan.reasons[destination.reason]
+        destinations.append(
+            {
+                "route": destination.route,
+                "reason": None if reason is None else msgspec.to_builtins(reason),
+                "parameter": None if destination.param is None else plan.params[destination.param],
+                "layout": placement_text(layout),
+                "collective": position[number],
+                "collectives": len(plan.transfers),
+                "pieces": [
+                    msgspec.to_builtins(piece) for piece in pieces(geometry.shape, source, layout)
+                ],
+            }
+        )
+    return {
+        "tensor": name,
+        "dtype": dtype,
+        "shape": geometry.shape,
+        "nbytes": nbytes(dtype, geometry.shape),
+        "source": placement_text(source),
+        "trainer_ranks": plan.inputs.trainer.ranks,
+        "destinations": destinations,
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    first = document["trainer_ranks"]
+    print(
+        f"{document['tensor']}\n"
+        f"  {document['dtype']} {list(document['shape'])}, {size(document['nbytes'])}\n"
+        f"  on the trainer: {document['source']}"
+    )
+    for destination in document["destinations"]:
+        print(
+            f"  on the workers: {destination['layout']}\n"
+            f"  route {destination['route']}, collective {destination['collective'] + 1} of "
+            f"{destination['collectives']}"
+        )
+        if destination["parameter"]:
+            print(f"  written straight into parameter {destination['parameter']}")
+        if destination["reason"]:
+            print(
+                f"  not direct: {destination['reason']['text']} [{destination['reason']['code']}]"
+            )
+        for piece in destination["pieces"]:
+            where = ", ".join(f"{a}:{b}" for a, b in piece["box"])
+            trainers = " or ".join(f"trainer {rank}" for rank in piece["trainers"])
+            print(f"    worker {piece['worker'] - first}: [{where}] from {trainers}")

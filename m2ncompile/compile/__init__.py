@@ -1,0 +1,1 @@
+"""The compiler's passes: each takes the previous stage's record and returns the next."""

@@ -1,0 +1,109 @@
+"""Spec to plan: the stages in order."""
+
+from __future__ import annotations
+
+import json
+import re
+from fnmatch import translate
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from m2ncompile import __version__
+from m2ncompile.compile.assemble import assemble
+from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
+from m2ncompile.compile.routes import Destination
+from m2ncompile.engine.facts import ModelFacts
+from m2ncompile.errors import InventoryError, Problems, SpecError
+from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
+from m2ncompile.layout import Mesh
+from m2ncompile.plan import Inputs, ModelInput, Plan
+from m2ncompile.progress import Progress
+from m2ncompile.source import source_layouts
+from m2ncompile.spec import Spec
+
+__all__ = ["build_plan", "config_digest"]
+
+
+def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None) -> Plan:
+    """Compile `spec` (from `load_spec`).
+
+    Raises an M2nCompileError of the stage that finds something wrong.
+    """
+    assert spec.model.name is not None, "specs come from load_spec"
+    model = Path(spec.model.path)
+    progress("inventory", 0, 1)
+    inventory = read_inventory(Path(spec.model.manifest) if spec.model.manifest else model)
+    tensors = _sent(inventory, spec.model.exclude)
+    progress("inventory", 1, 1)
+    sources = source_layouts(spec.trainer, tensors)
+    architecture, destinations = _destinations(spec, model, tensors, progress)
+    inputs = Inputs(
+        compiler=__version__,
+        model=ModelInput(
+            name=spec.model.name,
+            architecture=architecture,
+            config=config_digest(model),
+            inventory=inventory.digest,
+            origin=inventory.origin,
+            exclude=spec.model.exclude,
+            missing=inventory.missing,
+        ),
+        engine=spec.engine,
+        trainer=spec.trainer,
+        resolver=spec.resolver,
+        limits=spec.limits,
+    )
+    return assemble(inputs, tensors, sources, destinations)
+
+
+def config_digest(model: Path) -> str:
+    """SHA-256 of the model's config.json, whatever its white space and key order."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InventoryError(f"{model / 'config.json'}: can't read it: {error}") from None
+    return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
+
+
+def _sent(inventory: Inventory, exclude: tuple[str, ...]) -> tuple[TensorInfo, ...]:
+    """The inventory without what the spec excludes."""
+    problems = Problems()
+    tensors = inventory.tensors
+    for index, glob in enumerate(exclude):
+        matches = re.compile(translate(glob)).match
+        kept = tuple(tensor for tensor in tensors if not matches(tensor.name))
+        if len(kept) == len(tensors):
+            problems.add(f"model.exclude[{index}]", f'"{glob}" matches no tensor that is left')
+        tensors = kept
+    problems.raise_if_any(SpecError, "the excluded tensors do not fit the model")
+    if not tensors:
+        raise SpecError("there is no tensor to send: the model has none, or all are excluded")
+    return tensors
+
+
+def _destinations(
+    spec: Spec, model: Path, tensors: tuple[TensorInfo, ...], progress: Progress
+) -> tuple[str, tuple[Destination, ...]]:
+    from m2ncompile.engine.inspect_params import worker_facts
+    from m2ncompile.engine.vllm_meta import MetaEngine
+
+    workers = spec.engine.workers
+    progress("engine", 0, workers + 1)
+    engine = MetaEngine(spec.engine, model)
+    progress("engine", 1, workers + 1)
+    mesh = Mesh((spec.engine.dp * spec.engine.pp, spec.engine.tp), spec.trainer.ranks)
+    forbidden = forbids_direct(engine.quantization, spec.engine.pp)
+    if forbidden is not None:
+        return engine.architecture, resolve(tensors, None, mesh, forbidden)
+    done = 1
+
+    def facts_of(rank: int) -> ModelFacts:
+        nonlocal done
+        facts = worker_facts(engine, rank)
+        done += 1
+        progress("engine", done, workers + 1)
+        return facts
+
+    return engine.architecture, agreed_destinations(tensors, range(workers), facts_of, mesh)

@@ -1,0 +1,255 @@
+"""The plan file: records, canonical bytes, digests.
+
+`docs/plan-format.md` describes the file field by field. Reading a plan needs
+neither torch nor the engine. This module knows the file's form;
+`plan_check.py` knows what makes its content consistent.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, Literal
+
+import msgspec
+
+from m2ncompile.compile.routes import Reason, Route
+from m2ncompile.errors import PlanError
+from m2ncompile.inventory.records import Missing
+from m2ncompile.layout import Limits, Mesh, Placements
+from m2ncompile.spec import EngineSpec, ResolverSpec, TrainerSpec
+
+__all__ = [
+    "FORMAT",
+    "MAX_BYTES",
+    "Digests",
+    "Format",
+    "Inputs",
+    "ModelInput",
+    "Plan",
+    "PlanDestination",
+    "PlanGeometry",
+    "PlanLayout",
+    "PlanTensor",
+    "PlanTransfer",
+    "decode",
+    "digest_of",
+    "encode",
+    "program_digest",
+]
+
+#: A file beyond this is refused unread; 140,000 tensors take about 20 MB.
+MAX_BYTES = 1 << 28
+
+
+class Format(msgspec.Struct, frozen=True):
+    name: Literal["m2ncompile-plan"]
+    #: Readers refuse a major that they don't know, and read any minor.
+    major: int
+    minor: int
+
+
+FORMAT = Format("m2ncompile-plan", 1, 0)
+
+
+class ModelInput(msgspec.Struct, frozen=True):
+    """The model that the plan was made from.
+
+    `config` is the SHA-256 of its canonical config, `inventory` of its list of
+    tensors; `missing` names what a stored checkpoint has beyond that list.
+    """
+
+    name: str
+    architecture: str
+    config: str
+    inventory: str
+    origin: Literal["safetensors", "config", "manifest"]
+    exclude: tuple[str, ...]
+    missing: tuple[Missing, ...]
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """All that the content follows from."""
+
+    compiler: str
+    model: ModelInput
+    engine: EngineSpec
+    trainer: TrainerSpec
+    resolver: ResolverSpec
+    limits: Limits
+
+
+class Digests(msgspec.Struct, frozen=True):
+    """SHA-256, hex. `source` and `complete` are vLLM's, wire schema version 2.
+
+    `complete` is None for a plan that vLLM's own backend can't express.
+    """
+
+    program: str
+    source: str
+    complete: str | None
+
+
+class PlanLayout(msgspec.Struct, frozen=True, array_like=True):
+    mesh: int
+    placements: Placements | None
+
+
+class PlanGeometry(msgspec.Struct, frozen=True, array_like=True):
+    dtype: int
+    shape: tuple[int, ...]
+
+
+class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    name: str
+    geometry: int
+    source: int
+
+
+class PlanDestination(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`layout`, `param` and `reason` index their tables; `param` goes with `direct`."""
+
+    tensor: int
+    route: Route
+    layout: int
+    param: int | None
+    reason: int | None
+
+
+class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
+    """One collective: the destinations it serves, all of equal geometry and layouts."""
+
+    destinations: tuple[int, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, dict=True):
+    """A whole plan; integers in the records index the tables, which come first."""
+
+    format: Format
+    inputs: Inputs
+    digests: Digests
+    dtypes: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+    layouts: tuple[PlanLayout, ...]
+    geometries: tuple[PlanGeometry, ...]
+    params: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+    tensors: tuple[PlanTensor, ...]
+    destinations: tuple[PlanDestination, ...]
+    transfers: tuple[PlanTransfer, ...]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        return encode(self)
+
+    @property
+    def digest(self) -> str:
+        """The plan's address: SHA-256 of the file up to its last line."""
+        return digest_of(self.encoded)
+
+
+#: Tables and records, written one entry a line.
+_LISTS = Plan.__struct_fields__[3:]
+#: What executes; `destinations` enters without its reasons.
+_PROGRAM = ("dtypes", "meshes", "layouts", "geometries", "params", "tensors", "transfers")
+_TRAILER = re.compile(rb'"digest":"([0-9a-f]{64})"\n}\n')
+_TRAILER_BYTES = len('"digest":""\n}\n') + 64
+
+_encoder = msgspec.json.Encoder(order="sorted")
+_decoder = msgspec.json.Decoder(Plan)
+
+
+def encode(plan: Plan) -> bytes:
+    """The canonical bytes: fixed order of sections, sorted keys, one record a line."""
+    lines = [b"{", b'"format":%s,' % _encoder.encode(plan.format)]
+    for name in ("inputs", "digests"):
+        entries = [
+            b'"%s":%s' % (key.encode(), _encoder.encode(value))
+            for key, value in sorted(msgspec.structs.asdict(getattr(plan, name)).items())
+        ]
+        lines.append(b'"%s":{' % name.encode())
+        lines += _separated(entries)
+        lines.append(b"},")
+    for name in _LISTS:
+        lines.append(b'"%s":[' % name.encode())
+        lines += _separated([_encoder.encode(record) for record in getattr(plan, name)])
+        lines.append(b"],")
+    body = b"\n".join(lines) + b"\n"
+    return body + b'"digest":"%s"\n}\n' % sha256(body).hexdigest().encode()
+
+
+def _separated(entries: list[bytes]) -> list[bytes]:
+    return [entry + b"," for entry in entries[:-1]] + entries[-1:]
+
+
+def digest_of(data: bytes, where: str = "plan") -> str:
+    """The plan digest of a file's bytes, after checking that they are whole.
+
+    Raises PlanError naming `where` for bytes that are cut short or changed
+    anywhere.
+    """
+    if len(data) > MAX_BYTES:
+        raise PlanError(f"{where}: {len(data)} bytes; a plan has at most {MAX_BYTES}")
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_BYTES:])
+    if trailer is None:
+        raise PlanError(
+            f"{where}: does not end in a plan's digest line; the file is cut short or no plan"
+        )
+    actual = sha256(memoryview(data)[:-_TRAILER_BYTES]).hexdigest()
+    if actual != trailer[1].decode():
+        raise PlanError(
+            f"{where}: damaged: its content has digest {actual[:16]}..., its last line says "
+            f"{trailer[1][:16].decode()}...; rebuild it or fetch it again"
+        )
+    return actual
+
+
+def program_digest(plan: Plan) -> str:
+    """SHA-256 of what executes: equal for plans that run the same whatever made them."""
+    digest = sha256()
+    for name in _PROGRAM:
+        digest.update(_encoder.encode(getattr(plan, name)))
+    digest.update(
+        _encoder.encode([(d.tensor, d.route, d.layout, d.param) for d in plan.destinations])
+    )
+    return digest.hexdigest()
+
+
+def decode(data: bytes, where: str = "plan") -> Plan:
+    """A plan from a file's bytes; its content is not checked yet (`plan_check.load`).
+
+    Raises PlanError for damage, another format, an unknown major version, and
+    values of the wrong type or range.
+    """
+    digest_of(data, where)
+    try:
+        head: Any = msgspec.json.decode(data, type=_Head)
+        if head.format.name != FORMAT.name:
+            raise PlanError(f'{where}: format is "{head.format.name}", expected "{FORMAT.name}"')
+        if head.format.major != FORMAT.major:
+            raise PlanError(
+                f"{where}: plan format {head.format.major}.{head.format.minor}; this m2ncompile "
+                f"reads {FORMAT.major}.x. Rebuild the plan, or install the release that wrote it "
+                f"({head.inputs.compiler})"
+            )
+        return _decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{where}: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlanError(f"{where}: not valid JSON: {error}") from None
+
+
+class _AnyFormat(msgspec.Struct, frozen=True):
+    name: str
+    major: int
+    minor: int
+
+
+class _AnyInputs(msgspec.Struct, frozen=True):
+    compiler: str = "unknown"
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: _AnyFormat
+    inputs: _AnyInputs = _AnyInputs()
