@@ -62,13 +62,12 @@ def build(spec_path: Path, store: Store | None, progress: Progress) -> Built:
 
 
 def _cached(store: Store, key: ActionKey) -> Plan | None:
-    digest = store.lookup(key)
-    if digest is None:
-        return None
+    """The stored plan, or None when there is none, or none that can be read."""
     try:
-        return loads(store.get(digest), str(store.path(digest)))
+        digest = store.lookup(key)
+        return None if digest is None else loads(store.get(digest), str(store.path(digest)))
     except StoreError:
-        return None  # collected by another process since the lookup
+        return None
 
 
 def action_key(spec: Spec) -> ActionKey:

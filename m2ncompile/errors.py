@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from m2ncompile.families import families
+
 __all__ = [
     "CheckError",
     "EngineError",
@@ -49,8 +51,7 @@ class M2nCompileError(Exception):
     """Base of every error that is the input's fault, not the program's."""
 
     exit_code = 2
-    #: Problems shown in full; the rest are counted, so that a wrong rule on
-    #: 46,000 tensors stays readable. All are in `problems`.
+    #: Lines shown; the rest are counted. `problems` has them all.
     shown = 20
 
     def __init__(self, title: str, problems: Iterable[Problem] = ()) -> None:
@@ -59,9 +60,16 @@ class M2nCompileError(Exception):
         super().__init__(title)
 
     def __str__(self) -> str:
-        lines = [self.title, *(f"  {p}" for p in self.problems[: self.shown])]
-        if len(self.problems) > self.shown:
-            lines.append(f"  ... and {len(self.problems) - self.shown} more")
+        # A wrong rule on 46,000 tensors is a few lines: alike but for layer numbers.
+        alike = families(
+            self.problems, name=lambda p: p.where, same=lambda p: (p.message, p.fix)
+        )
+        lines = [self.title]
+        for where, group in alike[: self.shown]:
+            count = f" ({len(group)} of them)" if len(group) > 1 else ""
+            lines.append(f"  {Problem(where + count, group[0].message, group[0].fix)}")
+        if len(alike) > self.shown:
+            lines.append(f"  ... and {len(alike) - self.shown} more")
         return "\n".join(lines)
 
 

@@ -279,7 +279,9 @@ def _geometry_errors(
             (
                 f"shape {list(shape)} has {len(shape)} dims, a transfer takes "
                 f"1 to {limits.max_dims}",
-                "send a view of it with fewer dims" if shape else "send a view of shape [1]",
+                "exclude it (model.exclude), or send it in a form with fewer dims"
+                if shape
+                else "exclude it (model.exclude), or send it as one element of shape [1]",
             )
         )
     if any(size < 1 for size in shape):

@@ -85,49 +85,51 @@ def _index(
 
 
 def _check_records(plan: Plan, problems: Problems) -> None:
-    geometries, layouts = range(len(plan.geometries)), range(len(plan.layouts))
-    tensors, params = range(len(plan.tensors)), range(len(plan.params))
-    reasons = range(len(plan.reasons))
-    # Sets of distinct values first: one pass in C where all is well.
-    if not {t.geometry for t in plan.tensors} <= set(geometries):
-        for i, t in enumerate(plan.tensors):
-            _index(t.geometry, plan.geometries, f"tensors[{i}]", "geometries", problems)
-    if not {t.source for t in plan.tensors} <= set(layouts):
-        for i, t in enumerate(plan.tensors):
-            _index(t.source, plan.layouts, f"tensors[{i}]", "layouts", problems)
-    names = Counter(t.name for t in plan.tensors)
+    # Sets of distinct values first: a pass or two in C where all is well.
+    for field, table in (("geometry", "geometries"), ("source", "layouts")):
+        entries = getattr(plan, table)
+        if not {getattr(t, field) for t in plan.tensors} <= set(range(len(entries))):
+            for i, tensor in enumerate(plan.tensors):
+                _index(getattr(tensor, field), entries, f"tensors[{i}]", table, problems)
+    names = {t.name for t in plan.tensors}
     if len(names) != len(plan.tensors) or "" in names:
-        for name, count in names.items():
+        for name, count in Counter(t.name for t in plan.tensors).items():
             if count > 1 or not name:
                 problems.add("tensors", f'name "{name}" stands {count} times')
-    landed = set()
-    written = Counter[int]()
-    for i, d in enumerate(plan.destinations):
-        landed.add(d.tensor)
-        direct = d.route == "direct"
-        if d.tensor not in tensors or d.layout not in layouts:
-            problems.add(f"destinations[{i}]", "its tensor or layout is outside of its table")
-        elif (
-            direct != (d.param is not None)
-            or direct == (d.reason is not None)
-            or (d.param is not None and d.param not in params)
-            or (d.reason is not None and d.reason not in reasons)
-        ):
-            problems.add(
-                f"destinations[{i}]",
-                "a direct route has a live parameter and no reason, any other the reverse; "
-                f"got route {d.route}, param {d.param}, reason {d.reason}",
-            )
-        elif d.param is not None:
-            written[d.param] += 1
-    for param, count in written.items():
-        if count > 1:
-            problems.add(f"params[{param}]", f"{count} direct destinations write it whole")
-    for param in set(params) - set(written):
-        problems.add(f"params[{param}]", "no destination writes it")
+
+    landed = {d.tensor for d in plan.destinations}
+    tensors = range(len(plan.tensors))
     for tensor in sorted(set(tensors) - landed):
         problems.add(f"tensors[{tensor}]", f"{plan.tensors[tensor].name} has no destination")
+    kinds = {(d.route, d.layout, d.param is None, d.reason) for d in plan.destinations}
+    bad = {kind for kind in kinds if not _sound(plan, *kind)}
+    if bad or not landed <= set(tensors):
+        for i, d in enumerate(plan.destinations):
+            if d.tensor not in tensors or d.layout not in range(len(plan.layouts)):
+                problems.add(f"destinations[{i}]", "its tensor or layout is outside of its table")
+            elif (d.route, d.layout, d.param is None, d.reason) in bad:
+                problems.add(
+                    f"destinations[{i}]",
+                    "a direct route has a live parameter and no reason, any other the reverse; "
+                    f"got route {d.route}, param {d.param}, reason {d.reason}",
+                )
+    written = Counter(d.param for d in plan.destinations if d.param is not None)
+    for param in range(len(plan.params)):
+        if written[param] != 1:
+            problems.add(
+                f"params[{param}]", f"{written[param]} direct destinations write it, expected 1"
+            )
+    for param in sorted(set(written) - set(range(len(plan.params)))):
+        problems.add("destinations", f"param {param} is outside of its table")
     _check_transfer_records(plan, problems)
+
+
+def _sound(plan: Plan, route: str, layout: int, no_param: bool, reason: int | None) -> bool:
+    if layout not in range(len(plan.layouts)):
+        return False
+    if route == "direct":
+        return not no_param and reason is None
+    return no_param and reason is not None and reason in range(len(plan.reasons))
 
 
 def _check_transfer_records(plan: Plan, problems: Problems) -> None:
@@ -184,30 +186,19 @@ def wire_digests(plan: Plan) -> tuple[str, str | None]:
     """
     layouts = layouts_of(plan)
     order = [plan.destinations[i] for transfer in plan.transfers for i in transfer.destinations]
-    known: dict[tuple[int, int], tuple[str, str]] = {}
-
-    def items() -> list[tuple[str, tuple[str, str]]]:
-        found = []
-        for destination in order:
-            tensor = plan.tensors[destination.tensor]
-            key = (tensor.geometry, tensor.source)
-            if key not in known:
-                geometry, source = plan.geometries[tensor.geometry], layouts[tensor.source]
-                known[key] = fragments(
-                    plan.dtypes[geometry.dtype],
-                    geometry.shape,
-                    source.mesh.dims,
-                    source.placements,
-                )
-            found.append((tensor.name, known[key]))
-        return found
-
-    source = source_digest_of(items())
+    sent = [plan.tensors[d.tensor] for d in order]
+    parts = {}
+    for geometry, source in {(t.geometry, t.source) for t in sent}:
+        shape, layout = plan.geometries[geometry], layouts[source]
+        parts[geometry, source] = fragments(
+            plan.dtypes[shape.dtype], shape.shape, layout.mesh.dims, layout.placements
+        )
+    digest = source_digest_of((t.name, parts[t.geometry, t.source]) for t in sent)
     meshes: set[Mesh] = {layouts[i].mesh for i in {d.layout for d in order}}
     if len(meshes) != 1 or len(order) != len(plan.tensors):
-        return source, None
+        return digest, None
     placements = [layouts[d.layout].placements for d in order]
-    return source, complete_digest(source, meshes.pop(), placements)
+    return digest, complete_digest(digest, meshes.pop(), placements)
 
 
 def _check_digests(plan: Plan, problems: Problems) -> None:

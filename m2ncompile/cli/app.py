@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 
 import typer
@@ -48,6 +48,8 @@ def _root(
 
 def main() -> None:
     """Entry point: a user's error becomes one message on stderr and its exit code."""
+    # As other tools do when their reader goes away (`m2ncompile show ... | head`).
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app()
     except M2nCompileError as error:
@@ -55,7 +57,3 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader went away (`m2ncompile show ... | head`): nothing is wrong.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,7 +77,8 @@ def _write(built: Built, spec: Path, output: Path | None, several: bool) -> Path
         scratch.write_bytes(built.plan.encoded)
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise StoreError(f"{path}: can't write the plan: {error.strerror}") from None
     return path
 

@@ -80,6 +80,7 @@ def gc(
     print(
         f"{verb} {len(result.removed)} plans ({size(result.freed_bytes)}), {result.actions} "
         f"entries without a plan, {result.leftovers} leftovers; {size(result.kept_bytes)} kept"
+        + (f" ({result.spared} of them for being used just now)" if result.spared else "")
     )
 
 

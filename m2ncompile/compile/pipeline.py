@@ -20,6 +20,7 @@ from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
 from m2ncompile.layout import Mesh
 from m2ncompile.plan import Inputs, ModelInput, Plan
 from m2ncompile.progress import Progress
+from m2ncompile.quiet import captured_output
 from m2ncompile.source import source_layouts
 from m2ncompile.spec import Spec
 
@@ -34,7 +35,8 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
     assert spec.model.name is not None, "specs come from load_spec"
     model = Path(spec.model.path)
     progress("inventory", 0, 1)
-    inventory = read_inventory(Path(spec.model.manifest) if spec.model.manifest else model)
+    with captured_output():  # torch warns on import
+        inventory = read_inventory(Path(spec.model.manifest) if spec.model.manifest else model)
     tensors = _sent(inventory, spec.model.exclude)
     progress("inventory", 1, 1)
     sources = source_layouts(spec.trainer, tensors)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from m2ncompile.engine.vllm_meta import MetaEngine
 
-__all__ = ["worker_facts"]
+__all__ = ["param_facts", "worker_facts"]
 
 #: Attributes by which vLLM marks a parameter whose stored form is not the
 #: checkpoint's (vLLM 0.33.0, `m2n_layout`): set at all, or set and true.
@@ -22,27 +22,31 @@ _MARKS_WHEN_TRUE = ("needs_scalar_to_array", "is_sharded_weight", "is_transposed
 
 
 def worker_facts(engine: MetaEngine, rank: int) -> ModelFacts:
-    """Facts of every named parameter of worker `rank`, in module order."""
+    """Builds worker `rank` and records every named parameter, in module order."""
+    with engine.worker(rank) as model:
+        return ModelFacts(
+            engine=engine.spec.name,
+            engine_version=engine.spec.version,
+            architecture=engine.architecture,
+            quantization=engine.quantization,
+            rank=rank,
+            params=param_facts(model),
+        )
+
+
+def param_facts(model: torch.nn.Module) -> tuple[ParamFacts, ...]:
+    """The named parameters of a vLLM module."""
     from vllm.distributed.weight_transfer.m2n_layout import _DIRECT_WEIGHT_LOADING_BLOCKLIST
 
     loaders = _known_loaders()
-    with engine.worker(rank) as model:
-        blocked: dict[int, str] = {}
-        for module in model.modules():
-            name = f"{type(module).__module__}.{type(module).__name__}"
-            if name in _DIRECT_WEIGHT_LOADING_BLOCKLIST:
-                blocked.update((id(p), type(module).__name__) for p in module.parameters())
-        params = tuple(
-            _param_facts(name, param, loaders, blocked.get(id(param)))
-            for name, param in model.named_parameters()
-        )
-    return ModelFacts(
-        engine=engine.spec.name,
-        engine_version=engine.spec.version,
-        architecture=engine.architecture,
-        quantization=engine.quantization,
-        rank=rank,
-        params=params,
+    blocked: dict[int, str] = {}
+    for module in model.modules():
+        kind = type(module)
+        if f"{kind.__module__}.{kind.__name__}" in _DIRECT_WEIGHT_LOADING_BLOCKLIST:
+            blocked.update((id(param), kind.__name__) for param in module.parameters())
+    return tuple(
+        _param_facts(name, param, loaders, blocked.get(id(param)))
+        for name, param in model.named_parameters()
     )
 
 

@@ -74,7 +74,10 @@ class MetaEngine:
         self._ranks_per_replica = engine.tp * engine.pp
         with captured_output():
             _import_vllm_for_cpu()
-            with _vllm_errors(f"vLLM {engine.version} refuses the model in {model}"):
+            with (
+                _vllm_errors(f"vLLM {engine.version} refuses the model in {model}"),
+                _inspection_in_process(),
+            ):
                 self._config = self._make_config(model)
 
     @property
@@ -97,29 +100,30 @@ class MetaEngine:
         Inside the block vLLM's config and groups are those of that rank, as
         loaders expect.
         """
-        import torch
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.utils import initialize_model
-        from vllm.utils.torch_utils import set_default_torch_dtype
+        with captured_output():
+            import torch
+            from vllm.config import set_current_vllm_config
+            from vllm.model_executor.model_loader.utils import initialize_model
+            from vllm.utils.torch_utils import set_default_torch_dtype
 
-        config = self._config
-        config.parallel_config.data_parallel_rank = rank // self._ranks_per_replica
-        config.parallel_config.rank = rank % self._ranks_per_replica
-        config.compilation_config.static_forward_context.clear()
-        refusal = (
-            f"vLLM {self.spec.version} can't build {self.architecture} for worker rank {rank} of "
-            f"{self.spec.workers} (tp {self.spec.tp}, ep {self.spec.ep}, pp {self.spec.pp}, "
-            f"dp {self.spec.dp})"
-        )
-        with captured_output(), set_current_vllm_config(config), _groups(self.spec, rank):
-            with (
-                _vllm_errors(refusal),
-                planning_kernels(self.spec.target),
-                set_default_torch_dtype(config.model_config.dtype),
-                torch.device("meta"),
-            ):
-                model = initialize_model(vllm_config=config, model_config=config.model_config)
-            yield model
+            config = self._config
+            config.parallel_config.data_parallel_rank = rank // self._ranks_per_replica
+            config.parallel_config.rank = rank % self._ranks_per_replica
+            config.compilation_config.static_forward_context.clear()
+            refusal = (
+                f"vLLM {self.spec.version} can't build {self.architecture} for worker rank {rank} "
+                f"of {self.spec.workers} (tp {self.spec.tp}, ep {self.spec.ep}, "
+                f"pp {self.spec.pp}, dp {self.spec.dp})"
+            )
+            with set_current_vllm_config(config), _groups(self.spec, rank):
+                with (
+                    _vllm_errors(refusal),
+                    planning_kernels(self.spec.target),
+                    set_default_torch_dtype(config.model_config.dtype),
+                    torch.device("meta"),
+                ):
+                    model = initialize_model(vllm_config=config, model_config=config.model_config)
+                yield model
 
     def _make_config(self, model: Path) -> Any:
         import torch
@@ -188,6 +192,22 @@ def _import_vllm_for_cpu() -> None:
             "platform; plans are built on its CPU platform. Build in a process of its own: "
             "m2ncompile build SPEC"
         )
+
+
+@contextmanager
+def _inspection_in_process() -> Iterator[None]:
+    """vLLM inspects a model class in a process of its own, for 10 s, so as not to touch CUDA.
+
+    There is none to touch here, and the class is imported next anyway.
+    """
+    from vllm.model_executor.models import registry
+
+    original = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda function: function()
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = original
 
 
 @contextmanager

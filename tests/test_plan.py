@@ -1,0 +1,266 @@
+"""The plan file: canonical bytes, digests, and that nothing damaged or inconsistent is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2ncompile.compile.routes import Reason
+from m2ncompile.errors import LayoutError, PlanError
+from m2ncompile.plan import MAX_BYTES, Plan, decode, digest_of, encode
+from m2ncompile.plan_check import load, loads
+from m2ncompile.wire import WireParam, complete_digest, source_digest
+from tests.plans import make_inputs, make_plan
+
+names = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+tensors = st.lists(
+    st.tuples(
+        names,
+        st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+        st.lists(st.sampled_from([2, 4, 6]), min_size=1, max_size=3).map(tuple),
+        st.sampled_from([None, 0]),
+    ),
+    unique_by=lambda t: t[0],
+    min_size=1,
+    max_size=8,
+)
+
+
+def resealed(data: bytes) -> bytes:
+    """`data` with a digest line that fits its content."""
+    body = data[: data.rindex(b'"digest":"')]
+    return body + b'"digest":"%s"\n}\n' % sha256(body).hexdigest().encode()
+
+
+def edited(plan: Plan, edit: Callable[[dict[str, Any]], None]) -> bytes:
+    """The plan's file after `edit` on its parsed JSON, with a valid digest line."""
+    document = json.loads(plan.encoded)
+    edit(document)
+    del document["digest"]
+    text = json.dumps(document).encode()
+    return resealed(text[:-1] + b',"digest":""\n}\n')
+
+
+@given(tensors)
+def test_round_trip(found: Any) -> None:
+    plan = make_plan(found)
+    again = loads(plan.encoded)
+    assert again == plan
+    assert encode(again) == plan.encoded
+    assert digest_of(plan.encoded) == plan.digest
+
+
+def test_one_record_a_line() -> None:
+    plan = make_plan()
+    lines = plan.encoded.decode().splitlines()
+    assert '["model.layers.0.down.weight",1,0],' in lines
+    assert '[1,"direct",2,0,null],' in lines
+    assert json.loads(plan.encoded)["digest"] == plan.digest
+
+
+def test_every_flipped_byte_is_found() -> None:
+    data = make_plan().encoded
+    for position in range(len(data)):
+        for bit in (0, 5):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            with pytest.raises(PlanError):
+                loads(bytes(flipped))
+
+
+def test_every_truncation_is_found() -> None:
+    data = make_plan().encoded
+    for length in range(len(data)):
+        with pytest.raises(PlanError, match="cut short|damaged"):
+            loads(data[:length])
+    with pytest.raises(PlanError):
+        loads(data + b"\n")
+
+
+def test_newer_major_is_refused_naming_its_compiler() -> None:
+    data = resealed(make_plan().encoded.replace(b'"major":1', b'"major":2'))
+    with pytest.raises(PlanError, match=r"plan format 2\.0.*reads 1\.x.*0\.1\.0"):
+        loads(data)
+
+
+def test_newer_minor_is_read() -> None:
+    plan = make_plan()
+
+    def edit(document: dict[str, Any]) -> None:
+        document["format"]["minor"] = 7
+        document["later"] = {"nested": [1, 2]}
+        document["tensors"][0].append("more")
+
+    assert loads(edited(plan, edit)).tensors == plan.tensors
+
+
+def test_foreign_files() -> None:
+    for body in (b"{", b'{"format":{"name":"other","major":1,"minor":0},', b"[]", b"\xff", b""):
+        with pytest.raises(PlanError):
+            loads(resealed(body + b'"digest":"'))
+
+
+def test_deep_nesting_ends_in_an_error() -> None:
+    body = b'{"later":' + b"[" * 100_000
+    with pytest.raises(PlanError, match="not valid JSON"):
+        loads(resealed(body + b'"digest":"'))
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(PlanError, match="at most"):
+        load(path)
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="No such file"):
+        load(tmp_path / "none")
+    with pytest.raises(PlanError, match="Is a directory"):
+        load(tmp_path)
+
+
+def _set(*keys: Any) -> Callable[[dict[str, Any]], None]:
+    *path, last, value = keys
+
+    def edit(document: dict[str, Any]) -> None:
+        target: Any = document
+        for key in path:
+            target = target[key]
+        target[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (_set("geometries", 0, 0, 9), "index 9 is outside of dtypes"),
+        (_set("geometries", 0, 1, [0, 4]), "sizes out of range"),
+        (_set("geometries", 0, 1, [2**50, 4]), "sizes out of range"),
+        (_set("geometries", 0, 1, [True, 4]), "Expected `int`, got `bool`"),
+        (_set("dtypes", 0, "bf16"), "no known dtype"),
+        (_set("dtypes", 1, "bfloat16"), "repeats an earlier entry"),
+        (_set("layouts", 0, 0, 5), "index 5 is outside of meshes"),
+        (_set("layouts", 0, 1, [0, 0]), "shard both mesh axes"),
+        (_set("meshes", 0, 0, [0, 2]), "at least 1"),
+        (_set("meshes", 1, 1, 1), "outside of the worker ranks"),
+        (_set("meshes", 0, 1, 1), "outside of the trainer ranks"),
+        (_set("tensors", 0, 1, 9), "index 9 is outside of geometries"),
+        (_set("tensors", 0, 2, -1), "index -1 is outside of layouts"),
+        (_set("tensors", 0, 0, "model.layers.0.norm.weight"), "stands 2 times"),
+        (_set("tensors", 0, 0, ""), 'name "" stands'),
+        (_set("destinations", 0, 0, 1), "model.embed.weight has no destination"),
+        (_set("destinations", 0, 0, 99), "outside of its table"),
+        (_set("destinations", 0, 1, "direct"), "a direct route has a live parameter"),
+        (_set("destinations", 0, 1, "sideways"), "Invalid enum value"),
+        (_set("destinations", 1, 3, None), "a direct route has a live parameter"),
+        (_set("destinations", 1, 3, 1), "2 direct destinations write it, expected 1"),
+        (_set("destinations", 0, 4, 7), "a direct route has a live parameter"),
+        (_set("transfers", 0, [[1]]), "destination 1 is carried 2 times"),
+        (_set("transfers", 0, [[]]), "carries nothing"),
+        (_set("transfers", 0, [[99]]), "destination 99 is carried"),
+        (_set("layouts", 2, 1, [-1, 0]), "digests.program"),
+        (_set("geometries", 0, 1, [7, 4]), "7 = 2 * 3 + 1"),
+        (_set("tensors", 0, 0, "other"), "digests.source"),
+        (_set("digests", "complete", "0" * 64), "digests.complete"),
+        (_set("inputs", "trainer", "ranks", 0), "Expected `int` >= 1"),
+        (_set("inputs", "limits", "max_dims", 1), "a transfer takes 1 to 1"),
+    ],
+)
+def test_inconsistent_content_is_found(edit: Any, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        loads(edited(make_plan(), edit))
+    assert says in str(caught.value)
+
+
+def test_order_of_transfers_is_part_of_the_program() -> None:
+    def swap(document: dict[str, Any]) -> None:
+        transfers = document["transfers"]
+        transfers[0], transfers[1] = transfers[1], transfers[0]
+
+    with pytest.raises(PlanError, match=r"digests\.program"):
+        loads(edited(make_plan(), swap))
+
+
+def test_program_ignores_what_does_not_execute() -> None:
+    plan = make_plan()
+    other = make_plan(inputs=make_inputs(name="renamed"), reason=Reason("loader", "another reason"))
+    assert other.digest != plan.digest
+    assert other.digests == plan.digests
+    routed = make_plan([("model.embed.weight", "bfloat16", (8, 4), 0)])
+    fallen = make_plan([("model.embed.weight", "bfloat16", (8, 4), None)])
+    assert routed.digests.program != fallen.digests.program
+
+
+def test_wire_digests_are_those_of_the_records() -> None:
+    plan = make_plan()
+    records = [
+        WireParam(t.name, plan.dtypes[g.dtype], g.shape, (2, 1), (0, -1))
+        for t in plan.tensors
+        for g in [plan.geometries[t.geometry]]
+    ]
+    source = source_digest(records)
+    placements = [plan.layouts[d.layout].placements for d in plan.destinations]
+    assert plan.digests.source == source
+    assert plan.digests.complete == complete_digest(source, plan.meshes[1], placements)
+
+
+def test_what_no_transfer_can_carry_is_listed_by_name() -> None:
+    with pytest.raises(LayoutError) as caught:
+        make_plan([("a", "bfloat16", (3, 4), None), ("b", "bool", (2,), None)])
+    assert [p.where for p in caught.value.problems] == ["a", "b"]
+
+
+def test_same_bytes_in_any_process(tmp_path: Path) -> None:
+    script = "import sys; from tests.plans import make_plan; sys.stdout.buffer.write(make_plan().encoded)"
+    root = Path(__file__).parents[1]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=root,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "LC_ALL": locale},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed, locale in [("0", "C"), ("1", "C.UTF-8"), ("77", "POSIX")]
+    }
+    assert found == {make_plan().encoded}
+
+
+def test_reading_needs_neither_torch_nor_engine(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(make_plan().encoded)
+    script = (
+        "import sys; from pathlib import Path; from m2ncompile.plan_check import load; "
+        f"load(Path({str(path)!r})); "
+        "sys.exit(bool({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_decode_alone_checks_no_content() -> None:
+    """`decode` is for bytes just written; readers use `loads`, which checks."""
+    data = edited(make_plan(), _set("tensors", 0, 0, "other"))
+    assert decode(data).tensors[0].name == "other"
+    with pytest.raises(PlanError):
+        loads(data)
+
+
+def test_numbers_are_bounded() -> None:
+    data = edited(make_plan(), _set("geometries", 0, 1, [2**70, 4]))
+    with pytest.raises(PlanError):
+        loads(data)
+    assert msgspec.json.decode(data)["geometries"][0][1][0] > 2**64
