@@ -36,6 +36,7 @@ class Missing(msgspec.Struct, frozen=True):
     `kind`: `mtp` for multi-token-prediction layers that transformers does not
     model, `buffer` for stored buffers that are no parameters, `tied` for a
     second name of a tensor that is listed. `names` is a glob over the names.
+    `tensors` and `nbytes` are 0 where the config does not tell how many there are.
     """
 
     kind: Literal["mtp", "buffer", "tied"]
