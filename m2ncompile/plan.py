@@ -30,9 +30,12 @@ __all__ = [
     "Plan",
     "PlanDestination",
     "PlanGeometry",
+    "PlanLanding",
     "PlanLayout",
+    "PlanParam",
     "PlanTensor",
     "PlanTransfer",
+    "PlanWire",
     "decode",
     "digest_of",
     "encode",
@@ -107,13 +110,45 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     source: int
 
 
+class PlanParam(msgspec.Struct, frozen=True, array_like=True):
+    """A live parameter in load format: its local geometry, its strides where not row-major."""
+
+    name: str
+    geometry: int
+    stride: tuple[int, ...] | None
+
+
+class PlanWire(msgspec.Struct, frozen=True, array_like=True):
+    """What of a tensor a transfer moves: from element `base`, as row-major `geometry`.
+
+    `source` is the layout of that range on the trainer.
+    """
+
+    base: int
+    geometry: int
+    source: int
+
+
+class PlanLanding(msgspec.Struct, frozen=True, array_like=True):
+    """Where a shard belongs in a live parameter's storage, in elements.
+
+    One offset for all ranks of the destination mesh, or one each; then the
+    (size, stride) dims of the received buffer.
+    """
+
+    param: int
+    offsets: tuple[int, ...]
+    dims: tuple[tuple[int, int], ...]
+
+
 class PlanDestination(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`layout`, `param` and `reason` index their tables; `param` goes with `direct`."""
+    """The integers index their tables. `fallback` has no landing, `direct` no reason."""
 
     tensor: int
+    wire: int
     route: Route
     layout: int
-    param: int | None
+    landing: int | None
     reason: int | None
 
 
@@ -133,7 +168,9 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     meshes: tuple[Mesh, ...]
     layouts: tuple[PlanLayout, ...]
     geometries: tuple[PlanGeometry, ...]
-    params: tuple[str, ...]
+    params: tuple[PlanParam, ...]
+    wires: tuple[PlanWire, ...]
+    landings: tuple[PlanLanding, ...]
     reasons: tuple[Reason, ...]
     tensors: tuple[PlanTensor, ...]
     destinations: tuple[PlanDestination, ...]
@@ -152,7 +189,17 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 #: Tables and records, written one entry a line.
 _LISTS = Plan.__struct_fields__[3:]
 #: What executes; `destinations` enters without its reasons.
-_PROGRAM = ("dtypes", "meshes", "layouts", "geometries", "params", "tensors", "transfers")
+_PROGRAM = (
+    "dtypes",
+    "meshes",
+    "layouts",
+    "geometries",
+    "params",
+    "wires",
+    "landings",
+    "tensors",
+    "transfers",
+)
 _TRAILER = re.compile(rb'"digest":"([0-9a-f]{64})"\n}\n')
 _TRAILER_BYTES = len('"digest":""\n}\n') + 64
 
@@ -211,7 +258,9 @@ def program_digest(plan: Plan) -> str:
     for name in _PROGRAM:
         digest.update(_encoder.encode(getattr(plan, name)))
     digest.update(
-        _encoder.encode([(d.tensor, d.route, d.layout, d.param) for d in plan.destinations])
+        _encoder.encode(
+            [(d.tensor, d.wire, d.route, d.layout, d.landing) for d in plan.destinations]
+        )
     )
     return digest.hexdigest()
 

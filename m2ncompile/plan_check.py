@@ -7,11 +7,13 @@ and no engine, and recomputes all digests from the content.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 from m2ncompile.dtypes import ITEMSIZE
 from m2ncompile.errors import LayoutError, PlanError, Problems
-from m2ncompile.layout import Layout, Mesh, check_transfers
+from m2ncompile.layout import Layout, check_transfers, local_shape
 from m2ncompile.plan import MAX_BYTES, Plan, decode, program_digest
 from m2ncompile.wire import complete_digest, fragments, source_digest_of
 
@@ -54,19 +56,61 @@ def check(plan: Plan, where: str = "plan") -> None:
     problems.raise_if_any(PlanError, title)
 
 
+#: Which fields of which records index which tables; the tables come first.
+_REFERENCES = {
+    "layouts": {"mesh": "meshes"},
+    "geometries": {"dtype": "dtypes"},
+    "params": {"geometry": "geometries"},
+    "wires": {"geometry": "geometries", "source": "layouts"},
+    "landings": {"param": "params"},
+    "tensors": {"geometry": "geometries", "source": "layouts"},
+    "destinations": {
+        "tensor": "tensors",
+        "wire": "wires",
+        "layout": "layouts",
+        "landing": "landings",
+        "reason": "reasons",
+    },
+}
+#: Tables that have every entry once.
+_TABLES = (
+    "dtypes",
+    "meshes",
+    "layouts",
+    "geometries",
+    "params",
+    "wires",
+    "landings",
+    "reasons",
+)
+#: Route -> (has no landing, has no reason).
+_FORMS = {"direct": (False, True), "reload": (False, False), "fallback": (True, False)}
+
+
 def _check_tables(plan: Plan, problems: Problems) -> None:
-    for name in ("dtypes", "meshes", "layouts", "geometries", "params", "reasons"):
+    for name in _TABLES:
         table = getattr(plan, name)
         if len(set(table)) != len(table):
-            twice = [i for i, entry in enumerate(table) if entry in table[:i]]
-            problems.add(f"{name}[{twice[0]}]", "repeats an earlier entry of its table")
+            twice = next(i for i, entry in enumerate(table) if entry in table[:i])
+            problems.add(f"{name}[{twice}]", "repeats an earlier entry of its table")
+    for section, fields in _REFERENCES.items():
+        records = getattr(plan, section)
+        for field, table_name in fields.items():
+            size = len(getattr(plan, table_name))
+            # Distinct values first: one pass in C where all is well.
+            if {getattr(record, field) for record in records} - {None} <= set(range(size)):
+                continue
+            for i, record in enumerate(records):
+                value = getattr(record, field)
+                if value is not None and not 0 <= value < size:
+                    problems.add(
+                        f"{section}[{i}]",
+                        f"{field} {value} is outside of {table_name}, which has {size} entries",
+                    )
     for index, dtype in enumerate(plan.dtypes):
         if dtype not in ITEMSIZE:
             problems.add(f"dtypes[{index}]", f'"{dtype}" is no known dtype')
-    for index, layout in enumerate(plan.layouts):
-        _index(layout.mesh, plan.meshes, f"layouts[{index}]", "meshes", problems)
     for index, geometry in enumerate(plan.geometries):
-        _index(geometry.dtype, plan.dtypes, f"geometries[{index}]", "dtypes", problems)
         if any(not 0 < size < 2**48 for size in geometry.shape):
             problems.add(f"geometries[{index}]", f"sizes out of range: {list(geometry.shape)}")
     if problems:
@@ -77,62 +121,28 @@ def _check_tables(plan: Plan, problems: Problems) -> None:
         problems.add("layouts", str(error))
 
 
-def _index(
-    value: int, table: tuple[object, ...], where: str, name: str, problems: Problems
-) -> None:
-    if not 0 <= value < len(table):
-        problems.add(where, f"index {value} is outside of {name}, which has {len(table)} entries")
-
-
 def _check_records(plan: Plan, problems: Problems) -> None:
-    # Sets of distinct values first: a pass or two in C where all is well.
-    for field, table in (("geometry", "geometries"), ("source", "layouts")):
-        entries = getattr(plan, table)
-        if not {getattr(t, field) for t in plan.tensors} <= set(range(len(entries))):
-            for i, tensor in enumerate(plan.tensors):
-                _index(getattr(tensor, field), entries, f"tensors[{i}]", table, problems)
     names = {t.name for t in plan.tensors}
     if len(names) != len(plan.tensors) or "" in names:
         for name, count in Counter(t.name for t in plan.tensors).items():
             if count > 1 or not name:
                 problems.add("tensors", f'name "{name}" stands {count} times')
-
     landed = {d.tensor for d in plan.destinations}
-    tensors = range(len(plan.tensors))
-    for tensor in sorted(set(tensors) - landed):
-        problems.add(f"tensors[{tensor}]", f"{plan.tensors[tensor].name} has no destination")
-    kinds = {(d.route, d.layout, d.param is None, d.reason) for d in plan.destinations}
-    bad = {kind for kind in kinds if not _sound(plan, *kind)}
-    if bad or not landed <= set(tensors):
+    for index in sorted(set(range(len(plan.tensors))) - landed):
+        problems.add(f"tensors[{index}]", f"{plan.tensors[index].name} has no destination")
+    for table in ("wires", "landings", "reasons"):
+        used = {getattr(d, table[:-1]) for d in plan.destinations}
+        for index in sorted(set(range(len(getattr(plan, table)))) - used):
+            problems.add(f"{table}[{index}]", "no destination uses it")
+    forms = {(d.route, d.landing is None, d.reason is None) for d in plan.destinations}
+    if any(_FORMS[route] != (no_landing, no_reason) for route, no_landing, no_reason in forms):
         for i, d in enumerate(plan.destinations):
-            if d.tensor not in tensors or d.layout not in range(len(plan.layouts)):
-                problems.add(f"destinations[{i}]", "its tensor or layout is outside of its table")
-            elif (d.route, d.layout, d.param is None, d.reason) in bad:
+            if _FORMS[d.route] != (d.landing is None, d.reason is None):
                 problems.add(
                     f"destinations[{i}]",
-                    "a direct route has a live parameter and no reason, any other the reverse; "
-                    f"got route {d.route}, param {d.param}, reason {d.reason}",
+                    "a direct route has a landing and no reason, reload has both, fallback has "
+                    f"a reason alone; got route {d.route}, landing {d.landing}, reason {d.reason}",
                 )
-    written = Counter(d.param for d in plan.destinations if d.param is not None)
-    for param in range(len(plan.params)):
-        if written[param] != 1:
-            problems.add(
-                f"params[{param}]", f"{written[param]} direct destinations write it, expected 1"
-            )
-    for param in sorted(set(written) - set(range(len(plan.params)))):
-        problems.add("destinations", f"param {param} is outside of its table")
-    _check_transfer_records(plan, problems)
-
-
-def _sound(plan: Plan, route: str, layout: int, no_param: bool, reason: int | None) -> bool:
-    if layout not in range(len(plan.layouts)):
-        return False
-    if route == "direct":
-        return not no_param and reason is None
-    return no_param and reason is not None and reason in range(len(plan.reasons))
-
-
-def _check_transfer_records(plan: Plan, problems: Problems) -> None:
     carried = [d for transfer in plan.transfers for d in transfer.destinations]
     if sorted(carried) != list(range(len(plan.destinations))):
         count = Counter(carried)
@@ -140,17 +150,21 @@ def _check_transfer_records(plan: Plan, problems: Problems) -> None:
             if count[index] != 1 or index >= len(plan.destinations):
                 problems.add("transfers", f"destination {index} is carried {count[index]} times")
     for i, transfer in enumerate(plan.transfers):
-        if not transfer.destinations:
-            problems.add(f"transfers[{i}]", "carries nothing")
-        elif len(transfer.destinations) > 1:
-            problems.add(f"transfers[{i}]", "carries several destinations; format 1.0 has one each")
+        if len(transfer.destinations) != 1:
+            problems.add(
+                f"transfers[{i}]",
+                f"carries {len(transfer.destinations)} destinations; format 1.0 has one each",
+            )
 
 
 def _check_layouts(plan: Plan, problems: Problems) -> None:
     layouts = layouts_of(plan)
     trainers, workers = plan.inputs.trainer.ranks, plan.inputs.engine.workers
     sides = {
-        "trainer": (range(trainers), {t.source for t in plan.tensors}),
+        "trainer": (
+            range(trainers),
+            {t.source for t in plan.tensors} | {w.source for w in plan.wires},
+        ),
         "worker": (range(trainers, trainers + workers), {d.layout for d in plan.destinations}),
     }
     for side, (ranks, used) in sides.items():
@@ -162,31 +176,95 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
                     f"covers ranks [{mesh.start}, {mesh.stop}), outside of the {side} ranks "
                     f"[{ranks.start}, {ranks.stop})",
                 )
-    kinds: dict[tuple[int, int, int], list[str]] = {}
+    kinds: dict[_Kind, list[str]] = {}
     for d in plan.destinations:
         tensor = plan.tensors[d.tensor]
-        kinds.setdefault((tensor.geometry, tensor.source, d.layout), []).append(tensor.name)
-    for (geometry, source, destination), names in kinds.items():
-        shape = plan.geometries[geometry]
-        what = (plan.dtypes[shape.dtype], shape.shape, layouts[source], layouts[destination])
-        try:
-            check_transfers([(names[0], *what)], plan.inputs.limits)
-        except LayoutError:
+        kind = (tensor.geometry, tensor.source, d.wire, d.layout, d.landing)
+        kinds.setdefault(kind, []).append(tensor.name)
+    # Landings differ by layer, what crosses the wire hardly: check that once a kind.
+    sound: dict[tuple[int, int], bool] = {}
+    for kind, names in kinds.items():
+        moved = kind[2], kind[3]
+        if moved not in sound:
             try:
-                check_transfers(((name, *what) for name in names), plan.inputs.limits)
-            except LayoutError as error:
-                problems.extend(error.problems)
+                check_transfers([(names[0], *_transfer(plan, layouts, kind))], plan.inputs.limits)
+                sound[moved] = True
+            except LayoutError:
+                sound[moved] = False
+        if sound[moved]:
+            for message in _misfits(plan, layouts, kind):
+                for name in names:
+                    problems.add(name, message)
+            continue
+        try:
+            check_transfers(
+                ((name, *_transfer(plan, layouts, kind)) for name in names), plan.inputs.limits
+            )
+        except LayoutError as error:
+            problems.extend(error.problems)
+
+
+#: What a destination is besides its tensor's name: the tensor's geometry and
+#: source layout, then the destination's wire, layout and landing.
+_Kind = tuple[int, int, int, int, int | None]
+
+
+def _transfer(
+    plan: Plan, layouts: tuple[Layout, ...], kind: _Kind
+) -> tuple[str, tuple[int, ...], Layout, Layout]:
+    _, _, wire_index, layout, _ = kind
+    wire = plan.wires[wire_index]
+    geometry = plan.geometries[wire.geometry]
+    return plan.dtypes[geometry.dtype], geometry.shape, layouts[wire.source], layouts[layout]
+
+
+def _misfits(plan: Plan, layouts: tuple[Layout, ...], kind: _Kind) -> Iterator[str]:
+    """How a wire range does not fit its tensor, or a landing its shard and parameter."""
+    tensor_geometry, tensor_source, wire_index, layout_index, landing_index = kind
+    wire, whole = plan.wires[wire_index], plan.geometries[tensor_geometry]
+    moved, layout = plan.geometries[wire.geometry], layouts[layout_index]
+    if moved.dtype != whole.dtype:
+        yield f"its wire has dtype {plan.dtypes[moved.dtype]}, it {plan.dtypes[whole.dtype]}"
+    start, stop = wire.base, wire.base + prod(moved.shape)
+    if start < 0 or stop > prod(whole.shape):
+        yield f"its wire is elements [{start}, {stop}) of {prod(whole.shape)}"
+    if (start, moved) == (0, whole) and wire.source != tensor_source:
+        yield f"its wire has layout {wire.source} on the trainer, it has {tensor_source}"
+    if landing_index is None:
+        if (start, stop) != (0, prod(whole.shape)):
+            yield "it falls back, but its wire is a part of it"
+        return
+    landing = plan.landings[landing_index]
+    param = plan.params[landing.param]
+    held = plan.geometries[param.geometry].shape
+    local = prod(local_shape(layout, moved.shape))
+    if prod(size for size, _ in landing.dims) != local:
+        yield f"its landing {[list(d) for d in landing.dims]} does not hold a shard of {local}"
+    if len(landing.offsets) not in (1, layout.mesh.size):
+        yield f"its landing has {len(landing.offsets)} offsets for {layout.mesh.size} ranks"
+    if param.stride is None:
+        room = prod(held)
+    elif len(param.stride) != len(held) or any(s < 0 for s in param.stride):
+        yield f"the strides of {param.name} do not fit its shape {list(held)}"
+        return
+    else:
+        room = 1 + sum((n - 1) * s for n, s in zip(held, param.stride, strict=True))
+    reach = 1 + sum((n - 1) * s for n, s in landing.dims)
+    if any(n < 1 or s < 1 for n, s in landing.dims) or any(
+        offset < 0 or offset + reach > room for offset in landing.offsets
+    ):
+        yield f"its landing reaches outside of {param.name}, which has {room} elements"
 
 
 def wire_digests(plan: Plan) -> tuple[str, str | None]:
-    """vLLM's source and complete digests of the plan, in transfer order.
+    """vLLM's source and complete digests, over the tensors in the order in which they are sent.
 
-    The complete digest is None when destinations use several meshes or tensors
-    have several destinations, which vLLM's own backend can't express.
+    The complete digest is None where vLLM's own backend can't express the plan:
+    parts of tensors, several destinations of one, several destination meshes.
     """
     layouts = layouts_of(plan)
     order = [plan.destinations[i] for transfer in plan.transfers for i in transfer.destinations]
-    sent = [plan.tensors[d.tensor] for d in order]
+    sent = [plan.tensors[i] for i in dict.fromkeys(d.tensor for d in order)]
     parts = {}
     for geometry, source in {(t.geometry, t.source) for t in sent}:
         shape, layout = plan.geometries[geometry], layouts[source]
@@ -194,8 +272,13 @@ def wire_digests(plan: Plan) -> tuple[str, str | None]:
             plan.dtypes[shape.dtype], shape.shape, layout.mesh.dims, layout.placements
         )
     digest = source_digest_of((t.name, parts[t.geometry, t.source]) for t in sent)
-    meshes: set[Mesh] = {layouts[i].mesh for i in {d.layout for d in order}}
-    if len(meshes) != 1 or len(order) != len(plan.tensors):
+    meshes = {layouts[i].mesh for i in {d.layout for d in order}}
+    whole = {
+        (tensor.geometry, d.wire)
+        for d, tensor in ((d, plan.tensors[d.tensor]) for d in order)
+        if (plan.wires[d.wire].base, plan.wires[d.wire].geometry) != (0, tensor.geometry)
+    }
+    if len(meshes) != 1 or len(order) != len(plan.tensors) or whole:
         return digest, None
     placements = [layouts[d.layout].placements for d in order]
     return digest, complete_digest(digest, meshes.pop(), placements)

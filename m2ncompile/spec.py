@@ -152,8 +152,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ResolverSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How destinations are found."""
 
-    #: `vllm`: exactly what vLLM's own `nccl_m2n` backend resolves.
-    name: Literal["vllm"] = "vllm"
+    #: `traced`: from recordings of the model's own loaders. `vllm`: exactly what
+    #: vLLM's own `nccl_m2n` backend resolves.
+    name: Literal["traced", "vllm"] = "traced"
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,9 @@ __all__ = ["ReasonTotal", "RouteTotal", "Summary", "summarize"]
 
 
 class RouteTotal(msgspec.Struct, frozen=True):
-    """`nbytes` is the tensors' own size, not what crosses the wire."""
+    """Destinations by this route. `nbytes` is the size of what is moved, counted once a
+    destination, not once a worker.
+    """
 
     route: Route
     tensors: int
@@ -45,7 +47,7 @@ def summarize(plan: Plan) -> Summary:
     layouts = layouts_of(plan)
     sizes = [nbytes(plan.dtypes[g.dtype], g.shape) for g in plan.geometries]
     kinds = Counter(
-        (plan.tensors[d.tensor].geometry, d.layout, d.route, d.reason) for d in plan.destinations
+        (plan.wires[d.wire].geometry, d.layout, d.route, d.reason) for d in plan.destinations
     )
     routes: defaultdict[Route, list[int]] = defaultdict(lambda: [0, 0])
     reasons: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])

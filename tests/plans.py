@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Reason
+from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.inventory import TensorInfo
-from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
+from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape
 from m2ncompile.plan import Inputs, ModelInput, Plan
 from m2ncompile.spec import EngineSpec, ResolverSpec, TrainerSpec
 
@@ -47,14 +48,21 @@ def make_plan(
     inputs = inputs or make_inputs()
     trainers, engine = inputs.trainer.ranks, inputs.engine
     mesh = Mesh((engine.dp * engine.pp, engine.tp), trainers)
+    source = Layout(Mesh((trainers, 1), 0), (0, REPLICATE))
+
+    def destination(index: int) -> Destination:
+        name, dtype, shape, dim = tensors[index]
+        wire = Wire(0, shape, source)
+        if dim is None:
+            return Destination(index, wire, "fallback", Layout(mesh, None), None, reason)
+        layout = Layout(mesh, (REPLICATE, dim))
+        local = local_shape(layout, shape)
+        landing = Landing(Param(name, dtype, local), (0,), ((prod(local), 1),))
+        return Destination(index, wire, "direct", layout, landing, None)
+
     return assemble(
         inputs,
         [TensorInfo(name, dtype, shape) for name, dtype, shape, _ in tensors],
-        [Layout(Mesh((trainers, 1), 0), (0, REPLICATE))] * len(tensors),
-        [
-            Destination(i, "fallback", Layout(mesh, None), None, reason)
-            if dim is None
-            else Destination(i, "direct", Layout(mesh, (REPLICATE, dim)), name, None)
-            for i, (name, _, _, dim) in enumerate(tensors)
-        ],
+        [source] * len(tensors),
+        [destination(index) for index in range(len(tensors))],
     )

@@ -65,7 +65,7 @@ def test_one_record_a_line() -> None:
     plan = make_plan()
     lines = plan.encoded.decode().splitlines()
     assert '["model.layers.0.down.weight",1,0],' in lines
-    assert '[1,"direct",2,0,null],' in lines
+    assert '[1,1,"direct",2,0,null],' in lines
     assert json.loads(plan.encoded)["digest"] == plan.digest
 
 
@@ -147,30 +147,43 @@ def _set(*keys: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (_set("geometries", 0, 0, 9), "index 9 is outside of dtypes"),
+        (_set("geometries", 0, 0, 9), "dtype 9 is outside of dtypes"),
         (_set("geometries", 0, 1, [0, 4]), "sizes out of range"),
         (_set("geometries", 0, 1, [2**50, 4]), "sizes out of range"),
         (_set("geometries", 0, 1, [True, 4]), "Expected `int`, got `bool`"),
         (_set("dtypes", 0, "bf16"), "no known dtype"),
         (_set("dtypes", 1, "bfloat16"), "repeats an earlier entry"),
-        (_set("layouts", 0, 0, 5), "index 5 is outside of meshes"),
+        (_set("layouts", 0, 0, 5), "mesh 5 is outside of meshes"),
         (_set("layouts", 0, 1, [0, 0]), "shard both mesh axes"),
         (_set("meshes", 0, 0, [0, 2]), "at least 1"),
         (_set("meshes", 1, 1, 1), "outside of the worker ranks"),
         (_set("meshes", 0, 1, 1), "outside of the trainer ranks"),
-        (_set("tensors", 0, 1, 9), "index 9 is outside of geometries"),
-        (_set("tensors", 0, 2, -1), "index -1 is outside of layouts"),
+        (_set("tensors", 0, 1, 9), "geometry 9 is outside of geometries"),
+        (_set("tensors", 0, 2, -1), "source -1 is outside of layouts"),
         (_set("tensors", 0, 0, "model.layers.0.norm.weight"), "stands 2 times"),
         (_set("tensors", 0, 0, ""), 'name "" stands'),
         (_set("destinations", 0, 0, 1), "model.embed.weight has no destination"),
-        (_set("destinations", 0, 0, 99), "outside of its table"),
-        (_set("destinations", 0, 1, "direct"), "a direct route has a live parameter"),
-        (_set("destinations", 0, 1, "sideways"), "Invalid enum value"),
-        (_set("destinations", 1, 3, None), "a direct route has a live parameter"),
-        (_set("destinations", 1, 3, 1), "2 direct destinations write it, expected 1"),
-        (_set("destinations", 0, 4, 7), "a direct route has a live parameter"),
+        (_set("destinations", 0, 0, 99), "tensor 99 is outside of tensors"),
+        (_set("destinations", 0, 1, 99), "wire 99 is outside of wires"),
+        (_set("destinations", 0, 2, "direct"), "a direct route has a landing and no reason"),
+        (_set("destinations", 0, 2, "reload"), "a direct route has a landing and no reason"),
+        (_set("destinations", 0, 2, "sideways"), "Invalid enum value"),
+        (_set("destinations", 1, 4, None), "a direct route has a landing and no reason"),
+        (_set("destinations", 1, 4, 1), "landings[0]: no destination uses it"),
+        (_set("destinations", 0, 5, 7), "reason 7 is outside of reasons"),
+        (_set("destinations", 0, 1, 1), "wires[0]: no destination uses it"),
+        (_set("wires", 0, 0, 1), "its wire is elements [1, 33) of 32"),
+        (_set("wires", 0, 0, -1), "its wire is elements [-1, 31) of 32"),
+        (_set("wires", 0, 2, 1), "outside of the trainer ranks"),
+        (_set("landings", 0, 1, [0, 0, 0]), "3 offsets for 2 ranks"),
+        (_set("landings", 0, 1, [1]), "reaches outside of model.layers.0.down.weight"),
+        (_set("landings", 0, 2, [[8, 1]]), "does not hold a shard of 16"),
+        (_set("landings", 0, 2, [[16, -1]]), "reaches outside of"),
+        (_set("landings", 0, 2, [[16, 2]]), "reaches outside of"),
+        (_set("params", 0, 2, [1]), "do not fit its shape [4, 4]"),
+        (_set("params", 0, 1, 9), "geometry 9 is outside of geometries"),
         (_set("transfers", 0, [[1]]), "destination 1 is carried 2 times"),
-        (_set("transfers", 0, [[]]), "carries nothing"),
+        (_set("transfers", 0, [[]]), "transfers[0]: carries 0 destinations"),
         (_set("transfers", 0, [[99]]), "destination 99 is carried"),
         (_set("layouts", 2, 1, [-1, 0]), "digests.program"),
         (_set("geometries", 0, 1, [7, 4]), "7 = 2 * 3 + 1"),

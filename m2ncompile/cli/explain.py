@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -53,17 +54,25 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
         if destination.tensor != index:
             continue
         layout = layouts[destination.layout]
+        wire = plan.wires[destination.wire]
+        shape = plan.geometries[wire.geometry].shape
+        landing = None if destination.landing is None else plan.landings[destination.landing]
         reason = None if destination.reason is None else plan.reasons[destination.reason]
         destinations.append(
             {
                 "route": destination.route,
                 "reason": None if reason is None else msgspec.to_builtins(reason),
-                "parameter": None if destination.param is None else plan.params[destination.param],
+                "parameter": None if landing is None else plan.params[landing.param].name,
+                "offsets": None if landing is None else landing.offsets,
+                "range": [wire.base, wire.base + prod(shape)],
+                "shape": shape,
+                "source": placement_text(layouts[wire.source]),
                 "layout": placement_text(layout),
                 "collective": position[number],
                 "collectives": len(plan.transfers),
                 "pieces": [
-                    msgspec.to_builtins(piece) for piece in pieces(geometry.shape, source, layout)
+                    msgspec.to_builtins(piece)
+                    for piece in pieces(shape, layouts[wire.source], layout)
                 ],
             }
         )
@@ -86,13 +95,20 @@ def _print(document: dict[str, Any]) -> None:
         f"  on the trainer: {document['source']}"
     )
     for destination in document["destinations"]:
+        start, stop = destination["range"]
+        if (start, destination["shape"]) != (0, document["shape"]):
+            print(
+                f"  its elements [{start}, {stop}) as {list(destination['shape'])}, "
+                f"on the trainer: {destination['source']}"
+            )
         print(
             f"  on the workers: {destination['layout']}\n"
             f"  route {destination['route']}, collective {destination['collective'] + 1} of "
             f"{destination['collectives']}"
         )
         if destination["parameter"]:
-            print(f"  written straight into parameter {destination['parameter']}")
+            at = ", ".join(map(str, destination["offsets"]))
+            print(f"  into parameter {destination['parameter']}, from its element {at} on")
         if destination["reason"]:
             print(
                 f"  not direct: {destination['reason']['text']} [{destination['reason']['code']}]"

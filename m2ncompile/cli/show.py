@@ -45,6 +45,7 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
         same=lambda d: (
             plan.tensors[d.tensor].geometry,
             plan.tensors[d.tensor].source,
+            d.wire,
             d.route,
             d.layout,
             d.reason,
@@ -53,8 +54,8 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for name, members in grouped:
         first = members[0]
-        tensor = plan.tensors[first.tensor]
-        geometry = plan.geometries[tensor.geometry]
+        wire = plan.wires[first.wire]
+        geometry = plan.geometries[wire.geometry]
         dtype = plan.dtypes[geometry.dtype]
         rows.append(
             {
@@ -64,7 +65,7 @@ def _rows(plan: Plan) -> list[dict[str, Any]]:
                 "shape": geometry.shape,
                 "nbytes": len(members) * nbytes(dtype, geometry.shape),
                 "route": first.route,
-                "source": placement_text(layouts[tensor.source]),
+                "source": placement_text(layouts[wire.source]),
                 "destination": placement_text(layouts[first.layout]),
                 "reason": None if first.reason is None else plan.reasons[first.reason].code,
             }

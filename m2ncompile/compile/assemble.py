@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from m2ncompile.compile.routes import Destination, Reason
+from m2ncompile.compile.routes import Destination, Landing, Reason
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh, check_transfers
 from m2ncompile.plan import (
@@ -17,9 +17,12 @@ from m2ncompile.plan import (
     Plan,
     PlanDestination,
     PlanGeometry,
+    PlanLanding,
     PlanLayout,
+    PlanParam,
     PlanTensor,
     PlanTransfer,
+    PlanWire,
     program_digest,
 )
 from m2ncompile.plan_check import check, wire_digests
@@ -54,32 +57,45 @@ def assemble(
     """
     check_transfers(
         (
-            (t.name, t.dtype, t.shape, sources[d.tensor], d.layout)
+            (tensors[d.tensor].name, tensors[d.tensor].dtype, d.wire.shape, d.wire.source, d.layout)
             for d in destinations
-            for t in [tensors[d.tensor]]
         ),
         inputs.limits,
     )
     dtypes, meshes, layouts = _Table[str](), _Table[Mesh](), _Table[PlanLayout]()
-    geometries, params, reasons = _Table[PlanGeometry](), _Table[str](), _Table[Reason]()
+    geometries, params, reasons = _Table[PlanGeometry](), _Table[PlanParam](), _Table[Reason]()
+    wires, landings = _Table[PlanWire](), _Table[PlanLanding]()
+
+    def geometry_index(dtype: str, shape: tuple[int, ...]) -> int:
+        return geometries.index(PlanGeometry(dtypes.index(dtype), shape))
 
     def layout_index(layout: Layout) -> int:
         return layouts.index(PlanLayout(meshes.index(layout.mesh), layout.placements))
 
-    plan_tensors = tuple(
-        PlanTensor(
-            tensor.name,
-            geometries.index(PlanGeometry(dtypes.index(tensor.dtype), tensor.shape)),
-            layout_index(source),
+    def landing_index(landing: Landing) -> int:
+        param = landing.param
+        index = params.index(
+            PlanParam(param.name, geometry_index(param.dtype, param.shape), param.stride)
         )
+        return landings.index(PlanLanding(index, landing.offsets, landing.dims))
+
+    plan_tensors = tuple(
+        PlanTensor(tensor.name, geometry_index(tensor.dtype, tensor.shape), layout_index(source))
         for tensor, source in zip(tensors, sources, strict=True)
     )
     plan_destinations = tuple(
         PlanDestination(
             d.tensor,
+            wires.index(
+                PlanWire(
+                    d.wire.base,
+                    geometry_index(tensors[d.tensor].dtype, d.wire.shape),
+                    layout_index(d.wire.source),
+                )
+            ),
             d.route,
             layout_index(d.layout),
-            None if d.param is None else params.index(d.param),
+            None if d.landing is None else landing_index(d.landing),
             None if d.reason is None else reasons.index(d.reason),
         )
         for d in destinations
@@ -93,6 +109,8 @@ def assemble(
         layouts=layouts.entries(),
         geometries=geometries.entries(),
         params=params.entries(),
+        wires=wires.entries(),
+        landings=landings.entries(),
         reasons=reasons.entries(),
         tensors=plan_tensors,
         destinations=plan_destinations,

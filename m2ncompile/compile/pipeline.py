@@ -12,12 +12,19 @@ import msgspec
 
 from m2ncompile import __version__
 from m2ncompile.compile.assemble import assemble
+from m2ncompile.compile.resolve_traced import check_accepted, resolve_traced
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
 from m2ncompile.compile.routes import Destination
+from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
+from m2ncompile.engine.inspect_params import worker_facts
+from m2ncompile.engine.postload import not_direct
+from m2ncompile.engine.recorder import record
+from m2ncompile.engine.recording import Recording
+from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import InventoryError, Problems, SpecError
 from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
-from m2ncompile.layout import Mesh
+from m2ncompile.layout import Layout, Mesh
 from m2ncompile.plan import Inputs, ModelInput, Plan
 from m2ncompile.progress import Progress
 from m2ncompile.quiet import captured_output
@@ -40,12 +47,14 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
     tensors = _sent(inventory, spec.model.exclude)
     progress("inventory", 1, 1)
     sources = source_layouts(spec.trainer, tensors)
-    architecture, destinations = _destinations(spec, model, tensors, progress)
+    progress("engine", 0, 1)
+    engine = MetaEngine(spec.engine, model)
+    progress("engine", 1, 1)
     inputs = Inputs(
         compiler=__version__,
         model=ModelInput(
             name=spec.model.name,
-            architecture=architecture,
+            architecture=engine.architecture,
             config=config_digest(model),
             inventory=inventory.digest,
             origin=inventory.origin,
@@ -57,7 +66,18 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
         resolver=spec.resolver,
         limits=spec.limits,
     )
-    return assemble(inputs, tensors, sources, destinations)
+    # Axis 0 replicates, axis 1 shards, as vLLM's workers have it.
+    mesh = Mesh((spec.engine.dp * spec.engine.pp, spec.engine.tp), spec.trainer.ranks)
+    if spec.resolver.name == "vllm":
+        return assemble(
+            inputs, tensors, sources, _as_vllm(spec, engine, tensors, sources, mesh, progress)
+        )
+    recordings = _recordings(engine, tensors, progress)
+    check_accepted(tensors, recordings)
+    destinations = resolve_traced(tensors, sources, recordings, mesh, spec.limits.max_dims)
+    plan = assemble(inputs, tensors, sources, destinations)
+    validate(plan, recordings)
+    return plan
 
 
 def config_digest(model: Path) -> str:
@@ -85,27 +105,34 @@ def _sent(inventory: Inventory, exclude: tuple[str, ...]) -> tuple[TensorInfo, .
     return tensors
 
 
-def _destinations(
-    spec: Spec, model: Path, tensors: tuple[TensorInfo, ...], progress: Progress
-) -> tuple[str, tuple[Destination, ...]]:
-    from m2ncompile.engine.inspect_params import worker_facts
-    from m2ncompile.engine.vllm_meta import MetaEngine
-
-    workers = spec.engine.workers
-    progress("engine", 0, workers + 1)
-    engine = MetaEngine(spec.engine, model)
-    progress("engine", 1, workers + 1)
-    mesh = Mesh((spec.engine.dp * spec.engine.pp, spec.engine.tp), spec.trainer.ranks)
+def _as_vllm(
+    spec: Spec,
+    engine: MetaEngine,
+    tensors: tuple[TensorInfo, ...],
+    sources: tuple[Layout, ...],
+    mesh: Mesh,
+    progress: Progress,
+) -> tuple[Destination, ...]:
     forbidden = forbids_direct(engine.quantization, spec.engine.pp)
     if forbidden is not None:
-        return engine.architecture, resolve(tensors, None, mesh, forbidden)
-    done = 1
+        return resolve(tensors, sources, None, mesh, forbidden)
 
     def facts_of(rank: int) -> ModelFacts:
-        nonlocal done
         facts = worker_facts(engine, rank)
-        done += 1
-        progress("engine", done, workers + 1)
+        progress("workers", rank + 1, spec.engine.workers)
         return facts
 
-    return engine.architecture, agreed_destinations(tensors, range(workers), facts_of, mesh)
+    return agreed_destinations(tensors, sources, range(spec.engine.workers), facts_of, mesh)
+
+
+def _recordings(
+    engine: MetaEngine, tensors: tuple[TensorInfo, ...], progress: Progress
+) -> list[Recording]:
+    workers = engine.spec.workers
+    recordings = []
+    for rank in range(workers):
+        recordings.append(
+            record(engine, rank, tensors, lambda model: not_direct(model, engine.spec.target))
+        )
+        progress("workers", rank + 1, workers)
+    return recordings

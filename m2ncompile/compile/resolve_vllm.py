@@ -9,8 +9,9 @@ where better ones are known; `tests/differential` compares the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
-from m2ncompile.compile.routes import Destination, Reason
+from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.engine.facts import ModelFacts, ParamFacts
 from m2ncompile.errors import EngineError, Problem
 from m2ncompile.inventory.records import TensorInfo
@@ -37,17 +38,23 @@ def forbids_direct(quantization: str | None, pp: int) -> Reason | None:
 
 
 def resolve(
-    tensors: Sequence[TensorInfo], facts: ModelFacts | None, mesh: Mesh, forbidden: Reason | None
+    tensors: Sequence[TensorInfo],
+    sources: Sequence[Layout],
+    facts: ModelFacts | None,
+    mesh: Mesh,
+    forbidden: Reason | None,
 ) -> tuple[Destination, ...]:
     """One destination per tensor for one worker, over `mesh` (axis 0 replicates, axis 1 shards).
 
     `facts` may be None only when `forbidden` says that nothing is direct.
     """
     replicated = Layout(mesh, None)
+    wires = [Wire(0, t.shape, source) for t, source in zip(tensors, sources, strict=True)]
     if forbidden is not None or facts is None:
         assert forbidden is not None
         return tuple(
-            Destination(i, "fallback", replicated, None, forbidden) for i in range(len(tensors))
+            Destination(i, wire, "fallback", replicated, None, forbidden)
+            for i, wire in enumerate(wires)
         )
     params = {param.name: param for param in facts.params}
     decided: list[Placements | Reason | None] = [
@@ -69,15 +76,22 @@ def resolve(
                 f"`{sibling}` of the same module falls back, and vLLM reloads a module as a unit",
             )
         if isinstance(decision, Reason):
-            destinations.append(Destination(index, "fallback", replicated, None, decision))
+            destinations.append(
+                Destination(index, wires[index], "fallback", replicated, None, decision)
+            )
         else:
             layout = replicated if decision is None else Layout(mesh, decision)
-            destinations.append(Destination(index, "direct", layout, tensor.name, None))
+            param = params[tensor.name]
+            landing = Landing(
+                Param(param.name, param.dtype, param.shape), (0,), ((prod(param.shape), 1),)
+            )
+            destinations.append(Destination(index, wires[index], "direct", layout, landing, None))
     return tuple(destinations)
 
 
 def agreed_destinations(
     tensors: Sequence[TensorInfo],
+    sources: Sequence[Layout],
     ranks: Sequence[int],
     facts_of: Callable[[int], ModelFacts],
     mesh: Mesh,
@@ -86,9 +100,9 @@ def agreed_destinations(
 
     Raises EngineError naming the ranks and tensors that differ.
     """
-    first = resolve(tensors, facts_of(ranks[0]), mesh, None)
+    first = resolve(tensors, sources, facts_of(ranks[0]), mesh, None)
     for rank in ranks[1:]:
-        other = resolve(tensors, facts_of(rank), mesh, None)
+        other = resolve(tensors, sources, facts_of(rank), mesh, None)
         if other != first:
             raise EngineError(
                 "vLLM's workers would resolve different destinations and refuse to run",

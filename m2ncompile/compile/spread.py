@@ -15,6 +15,7 @@ don't matter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import msgspec
@@ -98,6 +99,8 @@ def _split_of(family: Mapping[int, Piece]) -> tuple[_Split, dict[int, int]]:
     }
     if len(boxes) != 1:
         raise InexpressibleError("the workers' shards differ in size (an uneven split)")
+    if len({tuple((dim.size, dim.target) for dim in piece.dims) for piece in family.values()}) != 1:
+        raise InexpressibleError("the workers lay their shards out differently")
     box = boxes.pop()
     if any(dim.source < 1 for dim in box):
         raise InexpressibleError("the loader repeats elements of it")
@@ -182,9 +185,9 @@ def _wire(
     if split.shards > 1:
         borders.add(split.period)
     ordered = [*sorted(borders, reverse=True), 1]
-    if any(a % b for a, b in zip(ordered, ordered[1:], strict=False)):
+    if any(a % b for a, b in pairwise(ordered)):
         raise InexpressibleError(_crossing(split, period, shards))
-    wire = tuple(a // b for a, b in zip(ordered, ordered[1:], strict=False))
+    wire = tuple(a // b for a, b in pairwise(ordered))
     dims = {}
     for each, count in ((period, shards), (split.period, split.shards)):
         if count > 1:

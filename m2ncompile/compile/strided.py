@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -73,7 +74,14 @@ def piece_of(
     target_stride: Sequence[int],
 ) -> Piece:
     """The piece of one copy between two views of equal shape."""
-    return Piece(source, target, canonical(map(Dim, shape, source_stride, target_stride)))
+    return Piece(source, target, _dims_of(tuple(shape), tuple(source_stride), tuple(target_stride)))
+
+
+@lru_cache(maxsize=4096)  # a model's loaders copy few different boxes, at many offsets
+def _dims_of(
+    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[Dim, ...]:
+    return canonical(map(Dim, shape, source, target))
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

@@ -94,8 +94,8 @@ class MetaEngine:
         return str(self._config.model_config.dtype).removeprefix("torch.")
 
     @contextmanager
-    def worker(self, rank: int) -> Iterator[torch.nn.Module]:
-        """The module of worker `rank` of `[0, workers)`, on meta, in load format.
+    def worker(self, rank: int, device: str = "meta") -> Iterator[torch.nn.Module]:
+        """The module of worker `rank` of `[0, workers)`, on `device`, in load format.
 
         Inside the block vLLM's config and groups are those of that rank, as
         loaders expect.
@@ -120,7 +120,7 @@ class MetaEngine:
                     _vllm_errors(refusal),
                     planning_kernels(self.spec.target),
                     set_default_torch_dtype(config.model_config.dtype),
-                    torch.device("meta"),
+                    torch.device(device),
                 ):
                     model = initialize_model(vllm_config=config, model_config=config.model_config)
                 yield model

@@ -12,10 +12,12 @@ from m2ncompile.engine.facts import ModelFacts
 from m2ncompile.engine.inspect_params import param_facts
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.inventory import Inventory, read_inventory
-from m2ncompile.layout import Mesh
+from m2ncompile.layout import Layout, Mesh
 from m2ncompile.spec import EngineSpec
 
 pytestmark = pytest.mark.engine
+
+SOURCE = Layout(Mesh((4, 1), 0), None)
 
 #: Model, then the layouts it divides by.
 CASES = {
@@ -79,7 +81,7 @@ def test_equals_vllm(
                 shard_axis_size=size,
                 allow_direct=forbidden is None,
             )
-        ours = resolve(tensors, facts, mesh, forbidden)
+        ours = resolve(tensors, [SOURCE] * len(tensors), facts, mesh, forbidden)
         assert [
             (tensors[d.tensor].name, d.route == "direct", d.layout.placements) for d in ours
         ] == [(d.name, d.direct, d.placements) for d in theirs]
@@ -96,6 +98,7 @@ def test_some_are_direct(folders: dict[str, Path], inventories: dict[str, Invent
     )
     with engine.worker(1) as module:
         facts = ModelFacts("vllm", "0.33.0", engine.architecture, None, 1, param_facts(module))
-    direct = [d for d in resolve(tensors, facts, Mesh((1, 2), 4), None) if d.route == "direct"]
+    found = resolve(tensors, [SOURCE] * len(tensors), facts, Mesh((1, 2), 4), None)
+    direct = [d for d in found if d.route == "direct"]
     share = sum(tensors[d.tensor].nbytes for d in direct) / inventories["Llama-3.1-8B"].nbytes
     assert round(share, 3) == 0.301  # as vLLM logs it for this model

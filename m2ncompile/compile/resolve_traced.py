@@ -1,0 +1,229 @@
+"""The `traced` resolver: routes from what the model's own loaders were seen to do.
+
+Per tensor, the workers' recorded copies are joined into pieces and put as
+transfers (`spread.py`). What can't be put so goes whole to every worker
+(`fallback`). What can is written where it belongs: straight away (`direct`)
+where that is all there is to do, otherwise through the engine's layer-wise
+reload (`reload`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
+from m2ncompile.compile.spread import Carried, InexpressibleError, carry
+from m2ncompile.compile.strided import Piece, merged, piece_of
+from m2ncompile.engine.recording import Copy, LiveParam, Recording
+from m2ncompile.errors import EngineError, InventoryError, Problems, nearest
+from m2ncompile.inventory.records import TensorInfo
+from m2ncompile.layout import Layout, Mesh
+
+__all__ = ["check_accepted", "piece_of_copy", "pieces_by_tensor", "resolve_traced"]
+
+#: A tensor's pieces: live parameter -> communicator rank -> pieces.
+_Pieces = dict[str, dict[int, tuple[Piece, ...]]]
+
+
+def check_accepted(tensors: Sequence[TensorInfo], recordings: Sequence[Recording]) -> None:
+    """Every tensor is read by some worker, and every live parameter is filled by some tensor.
+
+    A tensor that no loader takes would be trained and never served. Raises
+    InventoryError listing them with the nearest names that are taken.
+    """
+    read = {copy.tensor for recording in recordings for copy in recording.copies}
+    read |= {refusal.tensor for recording in recordings for refusal in recording.refusals}
+    words = dict(found for recording in recordings for found in recording.unknown)
+    names = [tensors[i].name for i in sorted(read)]
+    problems = Problems()
+    for index, tensor in enumerate(tensors):
+        if index not in read:
+            said = words.get(index)
+            close = nearest(tensor.name, names) if len(problems) < 50 else None
+            problems.add(
+                tensor.name,
+                "the model's loaders do not take it"
+                + (f" ({said})" if said else ": no worker reads it"),
+                (f"the nearest name that is taken is {close}; " if close else "")
+                + "if it is not to be sent, list it in model.exclude",
+            )
+    refused = any(recording.refusals for recording in recordings)
+    for recording in recordings:
+        filled = {copy.param for copy in recording.copies}
+        for index, param in enumerate(recording.params):
+            if param.parameter and index not in filled and not refused:
+                problems.add(
+                    param.name,
+                    f"no tensor fills this parameter of {param.owner} on worker {recording.rank}",
+                    "the checkpoint lacks a tensor, or names it otherwise",
+                )
+    problems.raise_if_any(InventoryError, "the checkpoint and the model's loaders do not agree")
+
+
+def pieces_by_tensor(recordings: Sequence[Recording], first_worker: int) -> dict[int, _Pieces]:
+    """Tensor -> its pieces, joined, by communicator rank (worker 0 is `first_worker`)."""
+    found: defaultdict[int, defaultdict[str, defaultdict[int, list[Piece]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for recording in recordings:
+        rank = first_worker + recording.rank
+        names = [param.name for param in recording.params]
+        for copy in recording.copies:
+            found[copy.tensor][names[copy.param]][rank].append(piece_of_copy(copy))
+    return {
+        tensor: {
+            name: {
+                rank: tuple(pieces) if len(pieces) == 1 else merged(pieces)
+                for rank, pieces in ranks.items()
+            }
+            for name, ranks in params.items()
+        }
+        for tensor, params in found.items()
+    }
+
+
+def piece_of_copy(copy: Copy) -> Piece:
+    """A recorded copy as a piece; its target is in the parameter's storage."""
+    source, target = copy.source, copy.target
+    return piece_of(source.offset, target.offset, source.shape, source.stride, target.stride)
+
+
+def resolve_traced(
+    tensors: Sequence[TensorInfo],
+    sources: Sequence[Layout],
+    recordings: Sequence[Recording],
+    mesh: Mesh,
+    max_dims: int,
+) -> tuple[Destination, ...]:
+    """Destinations in the order of `tensors`; `mesh` is all workers, for fallback.
+
+    Raises EngineError when workers disagree on what a parameter is.
+    """
+    params = _agreed_params(recordings)
+    refusals = {
+        refusal.tensor: Reason(
+            "data",
+            f"its loader {refusal.loader} needs the values ({refusal.op}), so only load_weights "
+            "can place it",
+        )
+        for recording in recordings
+        for refusal in recording.refusals
+    }
+    placed = pieces_by_tensor(recordings, mesh.start)
+    everywhere = Layout(mesh, None)
+    decided: list[tuple[int, str | None, Carried | None, Reason | None]] = []
+    for index, (tensor, source) in enumerate(zip(tensors, sources, strict=True)):
+        try:
+            if index in refusals:
+                decided.append((index, None, None, refusals[index]))
+                continue
+            decided += [
+                (index, name, carried, _local_work(params[name], tensor, carried))
+                for name, ranks in placed[index].items()
+                for carried in carry(tensor.shape, source, ranks, max_dims)
+            ]
+        except InexpressibleError as error:
+            decided.append((index, None, None, Reason("no-transfer", str(error))))
+
+    held_back = _unit_reasons(decided, placed, params, bool(refusals))
+    destinations = []
+    for index, name, found, reason in decided:
+        source = sources[index]
+        if found is None or name is None:
+            assert reason is not None
+            wire = Wire(0, tensors[index].shape, source)
+            destinations.append(Destination(index, wire, "fallback", everywhere, None, reason))
+            continue
+        reason = reason or held_back.get(name.rpartition(".")[0])
+        live = params[name]
+        destinations.append(
+            Destination(
+                index,
+                Wire(found.base, found.shape, found.source),
+                "direct" if reason is None else "reload",
+                found.destination,
+                _landing(live, found.pieces),
+                reason,
+            )
+        )
+    return tuple(destinations)
+
+
+def _agreed_params(recordings: Sequence[Recording]) -> dict[str, LiveParam]:
+    """Each live parameter by name, the same on every worker that has it."""
+    params: dict[str, LiveParam] = {}
+    problems = Problems()
+    for recording in recordings:
+        for param in recording.params:
+            known = params.setdefault(param.name, param)
+            if known != param:
+                problems.add(
+                    param.name,
+                    f"worker {recording.rank} has {param.dtype} {list(param.view.shape)} "
+                    f"in {param.owner}, an earlier one {known.dtype} {list(known.view.shape)} "
+                    f"in {known.owner}",
+                )
+    problems.raise_if_any(EngineError, "workers hold different parameters by the same name")
+    return params
+
+
+def _local_work(param: LiveParam, tensor: TensorInfo, carried: Carried) -> Reason | None:
+    """Why writing the live parameter is not all there is to do; None when it is."""
+    if param.dtype != tensor.dtype:
+        return Reason("dtype", f"its loader converts {tensor.dtype} to {param.dtype} while copying")
+    if not all(piece.dense for piece in carried.pieces):
+        return Reason("strided", "its shard is no contiguous run of the live parameter's storage")
+    if param.not_direct is not None:
+        return Reason("post-load", param.not_direct)
+    return None
+
+
+def _unit_reasons(
+    decided: Sequence[tuple[int, str | None, Carried | None, Reason | None]],
+    placed: Mapping[int, _Pieces],
+    params: Mapping[str, LiveParam],
+    any_refused: bool,
+) -> dict[str, Reason]:
+    """Modules in which nothing may be written directly, by path.
+
+    The engine reloads a module as a unit: a parameter that goes through its
+    loaders would take directly written siblings with it.
+    """
+    if any_refused:
+        # Where a refused tensor goes is not known, so no module is safe.
+        reason = Reason(
+            "unit", "another tensor's loader needs its values, so where that one goes is not known"
+        )
+        return {name.rpartition(".")[0]: reason for name in params}
+    held_back: dict[str, Reason] = {}
+    for index, name, _, reason in decided:
+        if reason is None:
+            continue
+        for touched in [name] if name is not None else placed.get(index, {}):
+            module, _, leaf = touched.rpartition(".")
+            held_back.setdefault(
+                module,
+                Reason(
+                    "unit",
+                    f"`{leaf}` of the same module is not written directly, and the engine "
+                    "reloads a module as a unit",
+                ),
+            )
+    return held_back
+
+
+def _landing(live: LiveParam, pieces: Sequence[Piece]) -> Landing:
+    offsets = tuple(piece.target - live.view.offset for piece in pieces)
+    (dims,) = {tuple((dim.size, dim.target) for dim in piece.dims) for piece in pieces}
+    shape, stride = live.view.shape, live.view.stride
+    row_major = True
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        row_major &= size == 1 or step == expected
+        expected *= size
+    return Landing(
+        Param(live.name, live.dtype, shape, None if row_major else stride),
+        offsets[:1] if len(set(offsets)) == 1 else offsets,
+        dims or ((1, 1),),
+    )

@@ -1,0 +1,776 @@
+"""Records what a model's `load_weights` copies where, without data.
+
+Checkpoint tensors are meta tensors, so a view of one shares its storage, and a
+copy says by the storages, offsets and strides on its two sides which slice of
+which tensor goes where. A dispatch mode sees every operation of the loaders:
+
+* views pass;
+* a copy into a live parameter is recorded;
+* what only rearranges (`clone`, `contiguous`, `cat`, `stack`, a copy into
+  scratch memory) gives a storage whose pieces are known, and they are followed
+  when it is copied on;
+* what computes (arithmetic, a change of dtype, an index by a tensor) spoils its
+  result, and the tensors in it are refused when it reaches a parameter;
+* what takes data out (`item`, `bool`, `numpy`) refuses its tensor, and loading
+  starts again without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from itertools import pairwise
+from math import prod
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
+from m2ncompile.errors import EngineError, M2nCompileError, Problem
+
+if TYPE_CHECKING:
+    from m2ncompile.engine.vllm_meta import MetaEngine
+    from m2ncompile.inventory.records import TensorInfo
+
+__all__ = ["MAX_RESTARTS", "UnevenError", "record", "record_load", "through"]
+
+#: How often loading starts again before the build gives up.
+MAX_RESTARTS = 64
+
+#: The operation, and the function that called it.
+_Cause = tuple[str, str]
+#: Where in the storage, which tensor, where in the tensor.
+_Piece = tuple[View, int, View]
+
+
+def record(
+    engine: MetaEngine,
+    rank: int,
+    tensors: Sequence[TensorInfo],
+    not_direct: Callable[[nn.Module], Mapping[str, str]],
+) -> Recording:
+    """Builds worker `rank` and records how it loads `tensors`.
+
+    `not_direct` maps names of the module's parameters to why writing them
+    directly is not all there is to do. Raises EngineError when the model can't
+    be built, and as `record_load` does.
+    """
+    with engine.worker(rank) as model, _as_weight_transfer_loads():
+        return record_load(
+            model, model.load_weights, tensors, rank=rank, not_direct=not_direct(model)
+        )
+
+
+def record_load(
+    model: nn.Module,
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+    tensors: Sequence[TensorInfo],
+    *,
+    rank: int = 0,
+    not_direct: Mapping[str, str] | None = None,
+) -> Recording:
+    """Records what `load` does with `tensors` to the parameters and buffers of `model`.
+
+    `load` is called with (name, tensor) pairs in order; when it raises on a
+    tensor or needs its data, again from the start without that tensor. It must
+    do its work in the calling thread.
+
+    Raises EngineError, with what was found so far, when `load` raises for no
+    tensor in particular or has to start again more than MAX_RESTARTS times.
+    """
+    live = _live_params(model, not_direct or {})
+    refused: dict[int, _Cause] = {}
+    unknown: dict[int, str] = {}
+    words = f"{MAX_RESTARTS} times it stopped at a tensor that it can't load as it is"
+    for _ in range(MAX_RESTARTS + 1):
+        recorder = _Recorder(live, tensors, refused.keys() | unknown.keys())
+        raised: Exception | None = None
+        try:
+            with torch.no_grad(), recorder:
+                load(recorder.items())
+        except _NeedsDataError:
+            pass
+        except M2nCompileError:
+            raise
+        except Exception as error:
+            raised = error
+        if recorder.needed:
+            refused |= recorder.needed
+        elif raised is None:
+            refused |= recorder.refusals(model, _qualname(load))
+            return Recording(
+                rank,
+                tuple(one.param for one in live),
+                recorder.copies(),
+                tuple(Refusal(index, *cause) for index, cause in sorted(refused.items())),
+                tuple(sorted(unknown.items())),
+            )
+        elif (culprit := recorder.culprit(raised)) is None:
+            words = _words(raised)
+            break
+        elif (operation := _data_operation(raised)) is not None:
+            refused[culprit] = operation, _raised_by(raised)
+        else:
+            unknown[culprit] = _words(raised)
+    found = unknown | {index: f"{op} in {loader}" for index, (op, loader) in refused.items()}
+    raise EngineError(
+        f"{_qualname(load)} can't be recorded for worker rank {rank}: {words}",
+        [Problem(tensors[index].name, message) for index, message in sorted(found.items())],
+    )
+
+
+def _as_weight_transfer_loads() -> AbstractContextManager[None]:
+    """vLLM's weight transfer does not ask for multi-token-prediction layers to be complete."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import (
+            disable_mtp_completeness_check,
+        )
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[None] = disable_mtp_completeness_check()
+    return context
+
+
+# --- Strided boxes -----------------------------------------------------------
+
+
+class UnevenError(Exception):
+    """The common part of two boxes is no box, or can't be shown to be one."""
+
+
+def through(read: View, target: View, held: View, source: View) -> tuple[View, View] | None:
+    """What reading `read` of a storage finds of `held` in it, as (source, target) boxes.
+
+    What is in `held` came from `source`, what is in `read` goes to `target`,
+    each of one shape with its other. None where `read` and `held` have no
+    address in common; `held` has none twice. Raises UnevenError.
+    """
+    if _apart(read, held):
+        return None
+    reads, holds = _axes(read, target), _axes(held, source)
+    repeats = [axis for axis in reads if axis[0] == 0]
+    reads = [axis for axis in reads if axis[0]]
+    # An address is a sum of digits, one a level, if each level divides the one above.
+    levels = sorted({1, *(axis[0] for axis in (*reads, *holds))}, reverse=True)
+    if levels[-1] == 0 or any(upper % lower for upper, lower in pairwise(levels)):
+        raise UnevenError
+    read_at, held_at = _by_level(reads, levels), _by_level(holds, levels)
+
+    read_rest, held_rest = read.offset, held.offset
+    offset, target_offset = source.offset, target.offset
+    dims: list[tuple[int, int, int]] = []
+    for upper, level in zip((None, *levels), levels, strict=False):
+        size, target_step = read_at.get(level, (1, 0))
+        held_size, step = held_at.get(level, (1, 0))
+        start, read_rest = divmod(read_rest, level)
+        held_start, held_rest = divmod(held_rest, level)
+        end, held_end = start + size, held_start + held_size
+        if upper is not None and max(end, held_end) > upper // level:
+            raise UnevenError
+        low, high = max(start, held_start), min(end, held_end)
+        if low >= high:
+            return None
+        offset += (low - held_start) * step
+        target_offset += (low - start) * target_step
+        if high - low > 1:
+            dims.append((high - low, step, target_step))
+    dims += [(size, 0, step) for _, size, step in repeats]
+    shape = tuple(dim[0] for dim in dims)
+    return (
+        View(offset, shape, tuple(dim[1] for dim in dims)),
+        View(target_offset, shape, tuple(dim[2] for dim in dims)),
+    )
+
+
+def _axes(box: View, other: View) -> list[tuple[int, int, int]]:
+    """(stride, size, stride in the other box) of the dims along which there is more than one."""
+    return [axis for axis in zip(box.stride, box.shape, other.stride, strict=True) if axis[1] != 1]
+
+
+def _by_level(
+    axes: Iterable[tuple[int, int, int]], levels: Sequence[int]
+) -> dict[int, tuple[int, int]]:
+    """(size, stride in the other box) at each level, an axis that spans several cut up."""
+    found: dict[int, tuple[int, int]] = {}
+
+    def put(level: int, size: int, step: int) -> None:
+        if level in found:
+            raise UnevenError
+        found[level] = size, step
+
+    for level, size, step in axes:
+        for upper in reversed(levels[: levels.index(level)]):
+            radix = upper // level
+            if size <= radix:
+                break
+            if size % radix:
+                raise UnevenError
+            put(level, radix, step)
+            level, size, step = upper, size // radix, step * radix
+        put(level, size, step)
+    return found
+
+
+def _apart(one: View, other: View) -> bool:
+    """Whether the addresses of one box all come before the other's; true of an empty one."""
+    return (
+        0 in one.shape or 0 in other.shape or _last(one) < other.offset or _last(other) < one.offset
+    )
+
+
+def _last(box: View) -> int:
+    return box.offset + sum(
+        (size - 1) * stride for size, stride in zip(box.shape, box.stride, strict=True)
+    )
+
+
+# --- Storages ----------------------------------------------------------------
+
+
+class _Live(NamedTuple):
+    """A parameter's record, its storage, and what its names stand for."""
+
+    param: LiveParam
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    places: dict[str, tuple[torch.dtype, int, View]]
+
+
+def _live_params(model: nn.Module, not_direct: Mapping[str, str]) -> list[_Live]:
+    groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in _named_tensors(model):
+        groups.setdefault(_key(tensor), []).append((name, tensor))
+    found = []
+    for group in groups.values():
+        # The one that shows most of the storage stands for the others.
+        name, tensor = max(group, key=lambda one: one[1].numel())
+        aliases = tuple(other for other, _ in group if other != name)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        param = LiveParam(
+            name=name,
+            aliases=aliases,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            view=_view(tensor),
+            owner=type(owner).__qualname__,
+            loader=_loader(tensor),
+            not_direct=next(
+                (not_direct[one] for one in (name, *aliases) if one in not_direct), None
+            ),
+            parameter=isinstance(tensor, nn.Parameter),
+        )
+        places = {one: _place(other) for one, other in group}
+        found.append(_Live(param, tensor.untyped_storage(), tensor.dtype, places))
+    return found
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if not is_lazy(tensor):
+            yield name, tensor
+
+
+def _loader(param: torch.Tensor) -> str:
+    loader = getattr(param, "weight_loader", None)
+    return "" if loader is None else _qualname(loader)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage: its identity while it lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.dtype, int, View]:
+    return tensor.dtype, _key(tensor), _view(tensor)
+
+
+class _Held:
+    """What is known of a storage: a parameter's, scratch memory, a tensor once written to.
+
+    `pieces` are in the order in which they were written; in all but parameters
+    no two overlap. `spoiled` are the tensors that something was computed from.
+    """
+
+    __slots__ = ("dtype", "is_param", "pieces", "spoiled")
+
+    def __init__(self, dtype: torch.dtype, is_param: bool = False) -> None:
+        self.dtype = dtype
+        self.is_param = is_param
+        self.pieces: list[_Piece] = []
+        self.spoiled: dict[int, _Cause] = {}
+
+
+def _uncovered(pieces: Iterable[_Piece], box: View) -> list[_Piece]:
+    """The pieces that writing `box` leaves. Raises UnevenError where it cuts one."""
+    left = []
+    for piece in pieces:
+        common = through(piece[0], piece[0], box, box)
+        if common is None:
+            left.append(piece)
+        elif prod(common[0].shape) != prod(piece[0].shape):
+            raise UnevenError
+    return left
+
+
+def _settled(held: _Held) -> list[_Piece]:
+    """The pieces that no later one covers. Raises UnevenError where one is cut."""
+    if not held.is_param:
+        return held.pieces
+    settled: list[_Piece] = []
+    for piece in held.pieces:
+        settled = [*_uncovered(settled, piece[0]), piece]
+    return settled
+
+
+def _conversion(
+    source: torch.dtype, stored: torch.dtype, target: torch.dtype, holder: _Held
+) -> str | None:
+    """Why a copy from a view of `stored` as `source` to a view of `holder` as `target` spoils."""
+    if (source, target) == (stored, holder.dtype):
+        # The record has room for one change of dtype, on the way into a parameter.
+        return None if stored == target or holder.is_param else "to(dtype)"
+    # The same bits under another name, on both sides.
+    same = source == target and stored == holder.dtype and source.itemsize == stored.itemsize
+    return None if same else "view(dtype)"
+
+
+# --- Operations --------------------------------------------------------------
+
+_COPY = torch.ops.aten.copy_.default
+_CAT = torch.ops.aten.cat.default
+_STACK = torch.ops.aten.stack.default
+_REARRANGING = {_CAT, _STACK, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+#: Views by their schema, which change values.
+_COMPUTING_VIEWS = {torch.ops.aten._conj.default, torch.ops.aten._neg_view.default}
+
+
+def _names(names: str) -> set[str]:
+    return {f"aten::{name}" for name in names.split()}
+
+
+#: Read a tensor's shape and dtype alone; `_unsafe_view` is a view that its schema does not show.
+_NOT_READING = _names(
+    "empty_like full_like ones_like rand_like randint_like randn_like zeros_like "
+    "new_empty new_empty_strided new_full new_ones new_zeros _unsafe_view"
+)
+#: Do not read what they write to.
+_OVERWRITING = _names(
+    "fill_ zero_ normal_ uniform_ random_ exponential_ bernoulli_ _foreach_zero_ _foreach_copy_"
+)
+#: In words of the functions that loaders call.
+_CALLED = {"_to_copy": "to(dtype)", "_local_scalar_dense": "item"}
+
+
+@cache
+def _passes(operation: Any) -> bool:
+    """Whether what a result holds shows in its storage alone, or is no tensor's data."""
+    schema = operation._schema
+    return (
+        schema.name in _NOT_READING
+        or torch.Tag.inplace_view in operation.tags
+        or not any("Tensor" in str(argument.type) for argument in schema.arguments)
+        or (
+            operation not in _COMPUTING_VIEWS
+            and not _written(operation)
+            and bool(schema.returns)
+            and all(result.alias_info is not None for result in schema.returns)
+        )
+    )
+
+
+@cache
+def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def _takes_data_out(operation: Any) -> bool:
+    return torch.Tag.data_dependent_output in operation.tags or any(
+        "Tensor" not in str(result.type) for result in operation._schema.returns
+    )
+
+
+def _called(operation: Any) -> str:
+    name = str(operation._schema.name).removeprefix("aten::")
+    return _CALLED.get(name, name)
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A copy to another device stays here."""
+    return kwargs if kwargs.get("device") is None else kwargs | {"device": torch.device("meta")}
+
+
+# --- The mode ----------------------------------------------------------------
+
+
+class _NeedsDataError(BaseException):
+    """Ends loading. No loader's `except Exception` stops it."""
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """One run of `load`; `needed` are tensors whose data it asked for, which ended it."""
+
+    def __init__(
+        self, live: Sequence[_Live], tensors: Sequence[TensorInfo], without: Set[int]
+    ) -> None:
+        super().__init__()
+        self.needed: dict[int, _Cause] = {}
+        self._refused: dict[int, _Cause] = {}
+        self._live = live
+        self._tensors = tensors
+        self._without = without
+        self._current: int | None = None
+        self._dtypes = [getattr(torch, info.dtype) for info in tensors]
+        #: Tensor of each storage that nothing wrote to, and what is in all others.
+        self._sources: dict[int, int] = {}
+        self._held = {one.storage._cdata: _Held(one.dtype, is_param=True) for one in live}
+        #: All but parameters'. They live to the end, or another could take their address.
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and keeping dynamo out costs as much as the rest.
+        return False
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, info in enumerate(self._tensors):
+            if index not in self._without:
+                self._current = index
+                # No local of this frame keeps the tensor alive.
+                yield info.name, self._source(index, info)
+        self._current = None
+
+    def _source(self, index: int, info: TensorInfo) -> torch.Tensor:
+        tensor = torch.empty(info.shape, dtype=self._dtypes[index], device="meta")
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        self._sources[storage._cdata] = index
+        return tensor
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _COPY:
+            return self._copy(args[0], args[1])
+        if _passes(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in _REARRANGING:
+            return self._rearrange(func, args, kwargs or {})
+        return self._compute(func, args, kwargs or {})
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        # Nearly all copies: a view of a checkpoint tensor to a view of a parameter.
+        index = self._sources.get(source.untyped_storage()._cdata)
+        held = self._held.get(target.untyped_storage()._cdata)
+        if (
+            index is not None
+            and held is not None
+            and held.is_param
+            and target.shape == source.shape
+            and target.dtype is held.dtype
+            and source.dtype is self._dtypes[index]
+        ):
+            into = _view(target)
+            if 0 not in into.stride:
+                held.pieces.append((into, index, _view(source)))
+                return target
+
+        if not self._carries(source):
+            self._overwrite(target, "copy_")
+            result: torch.Tensor = _COPY(target, source)
+            return result
+        if target.shape != source.shape:
+            # The real copy's words, if these do not broadcast.
+            _COPY(torch.empty_like(target, device="meta"), torch.empty_like(source))
+            source = source.expand(target.shape)
+        self._follow(target, source)
+        return target
+
+    def _rearrange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        joins = func in (_CAT, _STACK)
+        parts: Sequence[torch.Tensor] = args[0] if joins else args[:1]
+        if not any(self._carries(part) for part in parts):
+            return func(*args, **kwargs)
+        dtypes = {part.dtype for part in parts} | ({kwargs.get("dtype")} - {None})
+        if len(dtypes) > 1 or len({part.device for part in parts}) > 1:
+            return self._compute(func, args, kwargs)
+        result = func(*args, **_on_meta(kwargs))
+        # Concatenation takes parts of shape (0,) among any others.
+        parts = [part for part in parts if part.numel()]
+        places: Sequence[torch.Tensor] = [result] if parts else []
+        if joins and parts:
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            places = (
+                result.unbind(dim)
+                if func is _STACK
+                else result.split([part.shape[dim] for part in parts], dim)
+            )
+        for place, part in zip(places, parts, strict=True):
+            if self._carries(part):
+                self._follow(place, part)
+        return result
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        read = list(_tensors_in((*args, *kwargs.values())))
+        if not any(self._carries(tensor) for tensor in read):
+            return func(*args, **kwargs)
+        name = _called(func)
+        written = [
+            tensor
+            for position, argument in _written(func)
+            for tensor in _tensors_in(args[position : position + 1] or kwargs.get(argument))
+        ]
+        if func._schema.name in _OVERWRITING:
+            read = [one for one in read if not any(one is other for other in written)]
+        causes: dict[int, _Cause] = {}
+        for tensor in read:
+            causes = self._visible(tensor, name) | causes
+        if not causes:
+            for tensor in written:
+                self._overwrite(tensor, name)
+            return func(*args, **kwargs)
+        if _takes_data_out(func):
+            self._need(causes)
+        try:
+            result = func(*args, **_on_meta(kwargs))
+        except Exception as error:
+            # Fails only here, where there is no data, or some of it is on another device.
+            if isinstance(error, NotImplementedError) or len({one.device for one in read}) > 1:
+                self._need(causes)
+            raise
+        for tensor in (*written, *_tensors_in(result)):
+            self._spoil(tensor, causes)
+        return result
+
+    def _need(self, causes: dict[int, _Cause]) -> NoReturn:
+        self.needed |= causes
+        raise _NeedsDataError
+
+    def _carries(self, tensor: torch.Tensor) -> bool:
+        """Whether anything of a checkpoint tensor is in a tensor's storage."""
+        key = _key(tensor)
+        held = self._held.get(key)
+        return key in self._sources or (held is not None and bool(held.pieces or held.spoiled))
+
+    def _visible(self, tensor: torch.Tensor, operation: str) -> dict[int, _Cause]:
+        """The checkpoint tensors that `tensor` shows something of, each with a cause."""
+        return self._inside(_key(tensor), (operation, _caller()), _view(tensor))
+
+    def _inside(self, key: int, cause: _Cause, view: View | None = None) -> dict[int, _Cause]:
+        """The checkpoint tensors in a storage, or in a part of it."""
+        if key in self._sources:
+            return {self._sources[key]: cause}
+        held = self._held.get(key)
+        if held is None:
+            return {}
+        pieces = (one for one in held.pieces if view is None or not _apart(view, one[0]))
+        return {index: cause for _, index, _ in pieces} | held.spoiled
+
+    def _holder(self, tensor: torch.Tensor) -> _Held:
+        """What is in a tensor's storage, which is about to be written to."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._held:
+            self._storages[key] = storage
+            index = self._sources.pop(key, None)
+            if index is None:
+                self._held[key] = _Held(tensor.dtype)
+            else:
+                self._held[key] = _Held(self._dtypes[index])
+                whole = View(0, (prod(self._tensors[index].shape),), (1,))
+                self._held[key].pieces.append((whole, index, whole))
+        return self._held[key]
+
+    def _follow(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy, of equal shapes, from a storage that carries something."""
+        if target.numel() == 0:
+            return
+        read, into = _view(source), _view(target)
+        whole = self._sources.get(_key(source))
+        pieces: list[_Piece] = []
+        spoiled: dict[int, _Cause] = {}
+        if whole is not None:
+            stored = self._dtypes[whole]
+            pieces.append((into, whole, read))
+        else:
+            held = self._held[_key(source)]
+            stored = held.dtype
+            spoiled |= held.spoiled
+            try:
+                for box, index, origin in _settled(held):
+                    common = through(read, into, box, origin)
+                    if common is not None:
+                        pieces.append((common[1], index, common[0]))
+            except UnevenError:
+                spoiled |= self._visible(source, "a rearrangement that is no box")
+
+        holder = self._holder(target)
+        if any(step == 0 and size > 1 for step, size in zip(into.stride, into.shape, strict=True)):
+            reason: str | None = "copy_ to an expanded view"
+        elif any(self._dtypes[index] != stored for _, index, _ in pieces):
+            reason = "to(dtype)"
+        else:
+            reason = _conversion(source.dtype, stored, target.dtype, holder)
+        if reason or spoiled:
+            cause = (reason, _caller()) if reason else next(iter(spoiled.values()))
+            self._spoil(target, spoiled | {index: cause for _, index, _ in pieces})
+            return
+        covered = sum(prod(box.shape) for box, _, _ in pieces)
+        if covered < target.numel() or not holder.is_param:
+            self._overwrite(target, "copy_")
+        holder.pieces += pieces
+
+    def _overwrite(self, tensor: torch.Tensor, operation: str) -> None:
+        """A write of what is no checkpoint tensor's; of what is, before it is put down."""
+        if not self._carries(tensor):
+            return
+        held = self._holder(tensor)
+        try:
+            left = _uncovered(held.pieces, _view(tensor))
+            if not held.is_param:
+                held.pieces = left
+                return
+            if len(left) == len(held.pieces):
+                return
+        except UnevenError:
+            pass
+        self._spoil(tensor, self._visible(tensor, operation))
+
+    def _spoil(self, tensor: torch.Tensor, causes: dict[int, _Cause]) -> None:
+        held = self._holder(tensor)
+        held.spoiled = causes | held.spoiled
+        if held.is_param:
+            self._refused = causes | self._refused
+
+    # What came of it.
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Parameter by parameter, in the order in which each was written."""
+        views: dict[View, View] = {}
+        return tuple(
+            Copy(
+                index, views.setdefault(source, source), position, views.setdefault(target, target)
+            )
+            for position, one in enumerate(self._live)
+            for target, index, source in self._held[one.storage._cdata].pieces
+            if 0 not in target.shape
+        )
+
+    def refusals(self, model: nn.Module, loader: str) -> dict[int, _Cause]:
+        """The tensors that ended up where no copy shows them. Forgets all storages."""
+        now = {name: _place(tensor) for name, tensor in _named_tensors(model)}
+        for one in self._live:
+            for name, place in one.places.items():
+                if now.get(name) != place:
+                    cause = f"replacing {name}", one.param.loader or loader
+                    self._refused = self._inside(place[1], cause) | self._refused
+                    if name in now:
+                        self._refused = self._inside(now[name][1], cause) | self._refused
+        cause = "keeping it outside the parameters", loader
+        inside = {key: self._inside(key, cause) for key in self._storages}
+        kept = [(StorageWeakRef(self._storages.pop(key)), inside[key]) for key in inside]
+        if not all(storage.expired() for storage, _ in kept):
+            gc.collect()
+        for storage, causes in kept:
+            if not storage.expired():
+                self._refused = causes | self._refused
+        return self._refused
+
+    def culprit(self, error: Exception) -> int | None:
+        """The tensor that the innermost function with one in hand was at, else the last given out.
+
+        None where all were given out and none is in hand.
+        """
+        for frame in reversed(_frames(error)):
+            tensors = _tensors_in(tuple(frame.f_locals.values()))
+            found = [self._sources[key] for key in map(_key, tensors) if key in self._sources]
+            if found:
+                return max(found)
+        return self._current
+
+
+# --- Who and why -------------------------------------------------------------
+
+#: Torch's words when an operation wants the data that meta tensors don't have.
+_NO_DATA = re.compile(r"\bmeta (tensor|device)|unallocated storage", re.IGNORECASE)
+
+
+def _data_operation(error: Exception) -> str | None:
+    """What failed for want of data, None if something else did."""
+    if not isinstance(error, (NotImplementedError, RuntimeError, TypeError)):
+        return None
+    text = str(error)
+    if not _NO_DATA.search(text):
+        return None
+    named = re.search(r"\b(item|numpy|tolist)\b", text)
+    return named[0] if named else "reading the data"
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
+
+
+def _frames(error: Exception) -> list[FrameType]:
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    return [frame for frame in frames if not _is_ours(frame)]
+
+
+def _raised_by(error: Exception) -> str:
+    frames = _frames(error)
+    return frames[-1].f_code.co_qualname if frames else ""
+
+
+def _caller() -> str:
+    """The function below torch and this module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    return frame.f_code.co_qualname if frame is not None else ""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name == __name__ or name.split(".")[0] == "torch"
+
+
+def _qualname(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,0 +1,77 @@
+"""What `load_weights` does on one worker rank, as records free of the engine.
+
+All strides and offsets count elements. A checkpoint tensor is row-major and
+contiguous; a live parameter is addressed in its storage.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Copy", "LiveParam", "Recording", "Refusal", "View"]
+
+
+class View(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A strided box; a stride of 0 repeats an element."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The loader copies `source` of a checkpoint tensor to `target` of a live parameter.
+
+    `tensor` indexes the inventory, `param` the recording's `params`. Both views
+    have the same shape.
+    """
+
+    tensor: int
+    source: View
+    param: int
+    target: View
+
+
+class LiveParam(msgspec.Struct, frozen=True):
+    """One live parameter or buffer in load format.
+
+    `view` is the parameter inside its storage; parameters that share a storage
+    are listed once, with the other names in `aliases`. `owner` is the class of
+    the module that holds it, `loader` its loader's qualified name.
+    `not_direct` says why writing it directly is not all there is to do on the
+    target platform, None where that is known. `parameter` is False for a buffer.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    dtype: str
+    view: View
+    owner: str
+    loader: str
+    not_direct: str | None
+    parameter: bool = True
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why what a loader does with a tensor can't be recorded.
+
+    `op` is the operation that needs the data, `loader` who called it.
+    """
+
+    tensor: int
+    op: str
+    loader: str
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """One rank. `unknown` are tensors that the model's `load_weights` raised on, with its words.
+
+    A tensor that is in no copy, refusal or `unknown` was accepted and not read
+    (another rank's expert), or skipped.
+    """
+
+    rank: int
+    params: tuple[LiveParam, ...]
+    copies: tuple[Copy, ...]
+    refusals: tuple[Refusal, ...]
+    unknown: tuple[tuple[int, str], ...]
