@@ -59,11 +59,12 @@ class M2nCompileError(Exception):
         self.problems = tuple(problems)
         super().__init__(title)
 
+    def __reduce__(self) -> tuple[type[M2nCompileError], tuple[str, tuple[Problem, ...]]]:
+        return type(self), (self.title, self.problems)  # whole across processes
+
     def __str__(self) -> str:
         # A wrong rule on 46,000 tensors is a few lines: alike but for layer numbers.
-        alike = families(
-            self.problems, name=lambda p: p.where, same=lambda p: (p.message, p.fix)
-        )
+        alike = families(self.problems, name=lambda p: p.where, same=lambda p: (p.message, p.fix))
         lines = [self.title]
         for where, group in alike[: self.shown]:
             count = f" ({len(group)} of them)" if len(group) > 1 else ""

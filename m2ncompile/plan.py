@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -273,20 +273,30 @@ def decode(data: bytes, where: str = "plan") -> Plan:
     """
     digest_of(data, where)
     try:
-        head: Any = msgspec.json.decode(data, type=_Head)
-        if head.format.name != FORMAT.name:
-            raise PlanError(f'{where}: format is "{head.format.name}", expected "{FORMAT.name}"')
-        if head.format.major != FORMAT.major:
-            raise PlanError(
-                f"{where}: plan format {head.format.major}.{head.format.minor}; this m2ncompile "
-                f"reads {FORMAT.major}.x. Rebuild the plan, or install the release that wrote it "
-                f"({head.inputs.compiler})"
-            )
-        return _decoder.decode(data)
+        plan = _decoder.decode(data)
     except msgspec.ValidationError as error:
+        _check_format(data, where)  # says more, where the format is the cause
         raise PlanError(f"{where}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"{where}: not valid JSON: {error}") from None
+    if plan.format.major != FORMAT.major:
+        _check_format(data, where)
+    return plan
+
+
+def _check_format(data: bytes, where: str) -> None:
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.ValidationError:
+        return
+    if head.format.name != FORMAT.name:
+        raise PlanError(f'{where}: format is "{head.format.name}", expected "{FORMAT.name}"')
+    if head.format.major != FORMAT.major:
+        raise PlanError(
+            f"{where}: plan format {head.format.major}.{head.format.minor}; this m2ncompile "
+            f"reads {FORMAT.major}.x. Rebuild the plan, or install the release that wrote it "
+            f"({head.inputs.compiler})"
+        )
 
 
 class _AnyFormat(msgspec.Struct, frozen=True):

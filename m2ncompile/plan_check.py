@@ -7,8 +7,8 @@ and no engine, and recomputes all digests from the content.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 from m2ncompile.dtypes import ITEMSIZE
@@ -98,7 +98,7 @@ def _check_tables(plan: Plan, problems: Problems) -> None:
         for field, table_name in fields.items():
             size = len(getattr(plan, table_name))
             # Distinct values first: one pass in C where all is well.
-            if {getattr(record, field) for record in records} - {None} <= set(range(size)):
+            if set(map(attrgetter(field), records)) - {None} <= set(range(size)):
                 continue
             for i, record in enumerate(records):
                 value = getattr(record, field)
@@ -122,16 +122,16 @@ def _check_tables(plan: Plan, problems: Problems) -> None:
 
 
 def _check_records(plan: Plan, problems: Problems) -> None:
-    names = {t.name for t in plan.tensors}
+    names = set(map(attrgetter("name"), plan.tensors))
     if len(names) != len(plan.tensors) or "" in names:
         for name, count in Counter(t.name for t in plan.tensors).items():
             if count > 1 or not name:
                 problems.add("tensors", f'name "{name}" stands {count} times')
-    landed = {d.tensor for d in plan.destinations}
+    landed = set(map(attrgetter("tensor"), plan.destinations))
     for index in sorted(set(range(len(plan.tensors))) - landed):
         problems.add(f"tensors[{index}]", f"{plan.tensors[index].name} has no destination")
     for table in ("wires", "landings", "reasons"):
-        used = {getattr(d, table[:-1]) for d in plan.destinations}
+        used = set(map(attrgetter(table[:-1]), plan.destinations))
         for index in sorted(set(range(len(getattr(plan, table)))) - used):
             problems.add(f"{table}[{index}]", "no destination uses it")
     forms = {(d.route, d.landing is None, d.reason is None) for d in plan.destinations}
@@ -145,10 +145,10 @@ def _check_records(plan: Plan, problems: Problems) -> None:
                 )
     carried = [d for transfer in plan.transfers for d in transfer.destinations]
     if sorted(carried) != list(range(len(plan.destinations))):
-        count = Counter(carried)
-        for index in sorted(set(count) | set(range(len(plan.destinations)))):
-            if count[index] != 1 or index >= len(plan.destinations):
-                problems.add("transfers", f"destination {index} is carried {count[index]} times")
+        times = Counter(carried)
+        for index in sorted(set(times) | set(range(len(plan.destinations)))):
+            if times[index] != 1 or index >= len(plan.destinations):
+                problems.add("transfers", f"destination {index} is carried {times[index]} times")
     for i, transfer in enumerate(plan.transfers):
         if len(transfer.destinations) != 1:
             problems.add(
@@ -176,84 +176,110 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
                     f"covers ranks [{mesh.start}, {mesh.stop}), outside of the {side} ranks "
                     f"[{ranks.start}, {ranks.stop})",
                 )
-    kinds: dict[_Kind, list[str]] = {}
-    for d in plan.destinations:
-        tensor = plan.tensors[d.tensor]
-        kind = (tensor.geometry, tensor.source, d.wire, d.layout, d.landing)
-        kinds.setdefault(kind, []).append(tensor.name)
-    # Landings differ by layer, what crosses the wire hardly: check that once a kind.
-    sound: dict[tuple[int, int], bool] = {}
-    for kind, names in kinds.items():
-        moved = kind[2], kind[3]
-        if moved not in sound:
-            try:
-                check_transfers([(names[0], *_transfer(plan, layouts, kind))], plan.inputs.limits)
-                sound[moved] = True
-            except LayoutError:
-                sound[moved] = False
-        if sound[moved]:
-            for message in _misfits(plan, layouts, kind):
-                for name in names:
-                    problems.add(name, message)
-            continue
+    _check_moves(plan, layouts, problems)
+    _check_landings(plan, layouts, problems)
+
+
+def _names(plan: Plan, fields: tuple[str, ...], values: object) -> list[str]:
+    """Tensors whose destinations have `values` in `fields`; for errors only."""
+    of = attrgetter(*fields)
+    return [plan.tensors[d.tensor].name for d in plan.destinations if of(d) == values]
+
+
+def _check_moves(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:
+    """Every wire can be carried, and is part of its tensor. Distinct cases are few."""
+    for wire_index, layout in sorted(set(map(attrgetter("wire", "layout"), plan.destinations))):
+        wire = plan.wires[wire_index]
+        moved = plan.geometries[wire.geometry]
+        what = plan.dtypes[moved.dtype], moved.shape, layouts[wire.source], layouts[layout]
         try:
-            check_transfers(
-                ((name, *_transfer(plan, layouts, kind)) for name in names), plan.inputs.limits
+            check_transfers([("", *what)], plan.inputs.limits)
+        except LayoutError:
+            try:
+                kind = wire_index, layout
+                names = _names(plan, ("wire", "layout"), kind)
+                check_transfers(((name, *what) for name in names), plan.inputs.limits)
+            except LayoutError as error:
+                problems.extend(error.problems)
+    tensors = plan.tensors
+    kinds = {
+        (tensors[d.tensor].geometry, tensors[d.tensor].source, d.wire, d.landing is None)
+        for d in plan.destinations
+    }
+    for geometry, source, wire_index, whole_needed in sorted(kinds):
+        wire, whole = plan.wires[wire_index], plan.geometries[geometry]
+        moved = plan.geometries[wire.geometry]
+        start, stop, size = wire.base, wire.base + prod(moved.shape), prod(whole.shape)
+        found = []
+        if moved.dtype != whole.dtype:
+            found.append(f"its wire has dtype {plan.dtypes[moved.dtype]}")
+        if start < 0 or stop > size:
+            found.append(f"its wire is elements [{start}, {stop}) of {size}")
+        if (start, moved) == (0, whole) and wire.source != source:
+            found.append(f"its wire lies on the trainer as {wire.source}, it as {source}")
+        if whole_needed and (start, stop) != (0, size):
+            found.append("it falls back, but its wire is a part of it")
+        if found:
+            for d in plan.destinations:
+                tensor = tensors[d.tensor]
+                if (tensor.geometry, tensor.source, d.wire) == (geometry, source, wire_index):
+                    for message in found:
+                        problems.add(tensor.name, message)
+
+
+def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:
+    """Every landing holds the shards that use it, inside of its parameter."""
+    rooms = []
+    for index, param in enumerate(plan.params):
+        shape = plan.geometries[param.geometry].shape
+        stride = param.stride
+        if stride is None:
+            rooms.append(prod(shape))
+        elif len(stride) != len(shape) or min(stride, default=0) < 0:
+            problems.add(f"params[{index}]", f"{param.name}: strides do not fit {list(shape)}")
+            return
+        else:
+            rooms.append(1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+    held = []
+    boxes: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}  # few, at many offsets
+    for index, landing in enumerate(plan.landings):
+        if landing.dims not in boxes:
+            steps = [n > 0 and step > 0 for n, step in landing.dims]
+            reach = 1 + sum((n - 1) * step for n, step in landing.dims)
+            boxes[landing.dims] = (
+                (prod(n for n, _ in landing.dims), reach) if all(steps) else (0, 0)
             )
-        except LayoutError as error:
-            problems.extend(error.problems)
-
-
-#: What a destination is besides its tensor's name: the tensor's geometry and
-#: source layout, then the destination's wire, layout and landing.
-_Kind = tuple[int, int, int, int, int | None]
-
-
-def _transfer(
-    plan: Plan, layouts: tuple[Layout, ...], kind: _Kind
-) -> tuple[str, tuple[int, ...], Layout, Layout]:
-    _, _, wire_index, layout, _ = kind
-    wire = plan.wires[wire_index]
-    geometry = plan.geometries[wire.geometry]
-    return plan.dtypes[geometry.dtype], geometry.shape, layouts[wire.source], layouts[layout]
-
-
-def _misfits(plan: Plan, layouts: tuple[Layout, ...], kind: _Kind) -> Iterator[str]:
-    """How a wire range does not fit its tensor, or a landing its shard and parameter."""
-    tensor_geometry, tensor_source, wire_index, layout_index, landing_index = kind
-    wire, whole = plan.wires[wire_index], plan.geometries[tensor_geometry]
-    moved, layout = plan.geometries[wire.geometry], layouts[layout_index]
-    if moved.dtype != whole.dtype:
-        yield f"its wire has dtype {plan.dtypes[moved.dtype]}, it {plan.dtypes[whole.dtype]}"
-    start, stop = wire.base, wire.base + prod(moved.shape)
-    if start < 0 or stop > prod(whole.shape):
-        yield f"its wire is elements [{start}, {stop}) of {prod(whole.shape)}"
-    if (start, moved) == (0, whole) and wire.source != tensor_source:
-        yield f"its wire has layout {wire.source} on the trainer, it has {tensor_source}"
-    if landing_index is None:
-        if (start, stop) != (0, prod(whole.shape)):
-            yield "it falls back, but its wire is a part of it"
-        return
-    landing = plan.landings[landing_index]
-    param = plan.params[landing.param]
-    held = plan.geometries[param.geometry].shape
-    local = prod(local_shape(layout, moved.shape))
-    if prod(size for size, _ in landing.dims) != local:
-        yield f"its landing {[list(d) for d in landing.dims]} does not hold a shard of {local}"
-    if len(landing.offsets) not in (1, layout.mesh.size):
-        yield f"its landing has {len(landing.offsets)} offsets for {layout.mesh.size} ranks"
-    if param.stride is None:
-        room = prod(held)
-    elif len(param.stride) != len(held) or any(s < 0 for s in param.stride):
-        yield f"the strides of {param.name} do not fit its shape {list(held)}"
-        return
-    else:
-        room = 1 + sum((n - 1) * s for n, s in zip(held, param.stride, strict=True))
-    reach = 1 + sum((n - 1) * s for n, s in landing.dims)
-    if any(n < 1 or s < 1 for n, s in landing.dims) or any(
-        offset < 0 or offset + reach > room for offset in landing.offsets
-    ):
-        yield f"its landing reaches outside of {param.name}, which has {room} elements"
+        numel, reach = boxes[landing.dims]
+        sound = numel > 0 and len(landing.offsets) > 0 and min(landing.offsets) >= 0
+        held.append(numel)
+        if not sound or max(landing.offsets) + reach > rooms[landing.param]:
+            problems.add(
+                f"landings[{index}]",
+                f"reaches outside of {plan.params[landing.param].name}, which has "
+                f"{rooms[landing.param]} elements",
+            )
+    shards = {}
+    for wire, layout in set(map(attrgetter("wire", "layout"), plan.destinations)):
+        moved = plan.geometries[plan.wires[wire].geometry].shape
+        try:
+            shards[wire, layout] = prod(local_shape(layouts[layout], moved))
+        except LayoutError:
+            return  # reported with the moves
+    ranks = [layout.mesh.size for layout in layouts]
+    offsets = [len(landing.offsets) for landing in plan.landings]
+    used = set(map(attrgetter("wire", "layout", "landing"), plan.destinations))
+    for wire, layout, landing_index in used:
+        if landing_index is None or (
+            held[landing_index] == shards[wire, layout]
+            and offsets[landing_index] in (1, ranks[layout])
+        ):
+            continue
+        for name in _names(plan, ("wire", "layout", "landing"), (wire, layout, landing_index)):
+            problems.add(
+                name,
+                f"its landing has {held[landing_index]} elements and {offsets[landing_index]} "
+                f"offsets, for shards of {shards[wire, layout]} on {ranks[layout]} ranks",
+            )
 
 
 def wire_digests(plan: Plan) -> tuple[str, str | None]:
@@ -273,12 +299,14 @@ def wire_digests(plan: Plan) -> tuple[str, str | None]:
         )
     digest = source_digest_of((t.name, parts[t.geometry, t.source]) for t in sent)
     meshes = {layouts[i].mesh for i in {d.layout for d in order}}
-    whole = {
-        (tensor.geometry, d.wire)
-        for d, tensor in ((d, plan.tensors[d.tensor]) for d in order)
-        if (plan.wires[d.wire].base, plan.wires[d.wire].geometry) != (0, tensor.geometry)
-    }
-    if len(meshes) != 1 or len(order) != len(plan.tensors) or whole:
+    if (
+        len(meshes) != 1
+        or len(order) != len(plan.tensors)
+        or any(
+            (plan.wires[wire].base, plan.wires[wire].geometry) != (0, geometry)
+            for geometry, wire in {(plan.tensors[d.tensor].geometry, d.wire) for d in order}
+        )
+    ):
         return digest, None
     placements = [layouts[d.layout].placements for d in order]
     return digest, complete_digest(digest, meshes.pop(), placements)

@@ -82,7 +82,7 @@ def test_every_flipped_byte_is_found() -> None:
 def test_every_truncation_is_found() -> None:
     data = make_plan().encoded
     for length in range(len(data)):
-        with pytest.raises(PlanError, match="cut short|damaged"):
+        with pytest.raises(PlanError, match=r"cut short|damaged"):
             loads(data[:length])
     with pytest.raises(PlanError):
         loads(data + b"\n")
@@ -175,12 +175,12 @@ def _set(*keys: Any) -> Callable[[dict[str, Any]], None]:
         (_set("wires", 0, 0, 1), "its wire is elements [1, 33) of 32"),
         (_set("wires", 0, 0, -1), "its wire is elements [-1, 31) of 32"),
         (_set("wires", 0, 2, 1), "outside of the trainer ranks"),
-        (_set("landings", 0, 1, [0, 0, 0]), "3 offsets for 2 ranks"),
+        (_set("landings", 0, 1, [0, 0, 0]), "3 offsets, for shards of 16 on 2 ranks"),
         (_set("landings", 0, 1, [1]), "reaches outside of model.layers.0.down.weight"),
-        (_set("landings", 0, 2, [[8, 1]]), "does not hold a shard of 16"),
+        (_set("landings", 0, 2, [[8, 1]]), "its landing has 8 elements"),
         (_set("landings", 0, 2, [[16, -1]]), "reaches outside of"),
         (_set("landings", 0, 2, [[16, 2]]), "reaches outside of"),
-        (_set("params", 0, 2, [1]), "do not fit its shape [4, 4]"),
+        (_set("params", 0, 2, [1]), "strides do not fit [4, 4]"),
         (_set("params", 0, 1, 9), "geometry 9 is outside of geometries"),
         (_set("transfers", 0, [[1]]), "destination 1 is carried 2 times"),
         (_set("transfers", 0, [[]]), "transfers[0]: carries 0 destinations"),
@@ -238,7 +238,10 @@ def test_what_no_transfer_can_carry_is_listed_by_name() -> None:
 
 
 def test_same_bytes_in_any_process(tmp_path: Path) -> None:
-    script = "import sys; from tests.plans import make_plan; sys.stdout.buffer.write(make_plan().encoded)"
+    script = (
+        "import sys; from tests.plans import make_plan; "
+        "sys.stdout.buffer.write(make_plan().encoded)"
+    )
     root = Path(__file__).parents[1]
     found = {
         subprocess.run(

@@ -128,7 +128,8 @@ def test_missing_keys_are_named(write) -> None:
         ),
         (
             'layout = "fsdp"',
-            'layout = "fsdp"\n[[trainer.rules]]\nmatch = "*"\nplacements = ["replicate", "replicate"]',
+            'layout = "fsdp"\n[[trainer.rules]]\nmatch = "*"\n'
+            'placements = ["replicate", "replicate"]',
             "trainer.rules[0]",
             'write placements = "replicated"',
         ),

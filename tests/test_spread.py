@@ -174,19 +174,62 @@ def test_a_range_inside_one_trainer_shard_comes_from_that_rank() -> None:
     assert one.source == Layout(Mesh((1, 1), 1), None)
 
 
+def test_fused_halves_come_from_the_ranks_that_hold_them() -> None:
+    """Gate and up in one tensor: each half lies on two of the four trainers."""
+    pieces = {4 + r: [Piece(8 * r, 0, (Dim(2, 16, 8), Dim(8, 1, 1)))] for r in range(2)}
+    gate, up = check((16, 2), FSDP, pieces)
+    assert gate.source.mesh == Mesh((2, 1), 0)
+    assert up.source.mesh == Mesh((2, 1), 2)
+
+
+def test_ranges_that_cut_across_trainers_go_block_by_block() -> None:
+    """q, k, v of 4 rows each over trainers of 3 rows each: nothing lines up."""
+    pieces = {
+        4 + r: [
+            rows(4 * part + 2 * r, 4 * part + 2 * r + 2, (12, 2), 4 * part) for part in range(3)
+        ]
+        for r in range(2)
+    }
+    carried = check((12, 2), FSDP, pieces)
+    assert {one.source.mesh.size for one in carried} == {1}
+    assert sum(prod(one.shape) for one in carried) == 24
+
+
+def test_an_uneven_split_goes_rank_by_rank() -> None:
+    """Seven rows over two workers, where the trainer shards the other dim."""
+    columns = Layout(Mesh((TRAINERS, 1), 0), (1, REPLICATE))
+    first, second = check((7, 4), columns, {4: [rows(0, 4, (7, 4))], 5: [rows(4, 7, (7, 4))]})
+    assert (first.shape, second.shape) == ((4, 4), (3, 4))
+    assert first.source.placements == second.source.placements == (1, REPLICATE)
+
+
+def test_ranks_in_any_order() -> None:
+    """Shards in an order that no mesh has take a transfer each."""
+    pieces = {4 + r: [rows(i * 4, i * 4 + 4, (8, 2))] for r, i in enumerate([1, 0])}
+    assert len(check((8, 2), FSDP, pieces)) == 4
+
+
+def test_parts_that_only_some_workers_read() -> None:
+    check((8, 2), FSDP, {4: [rows(0, 2, (8, 2))], 5: [rows(4, 6, (8, 2))]})
+    check((8, 2), FSDP, {4: [rows(3, 6, (8, 2))]})
+    check((8, 2), FSDP, {4: [rows(0, 8, (8, 2))], 5: []})
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 8)), min_size=1, max_size=3),
+    st.sampled_from([FSDP, DDP, Layout(Mesh((2, 2), 0), (REPLICATE, 0))]),
+)
+def test_any_rows_can_be_had(wanted: list[tuple[int, int]], source: Layout) -> None:
+    pieces = {
+        4 + r: [rows(start, min(start + count, 16), (16, 3))]
+        for r, (start, count) in enumerate(wanted)
+    }
+    check((16, 3), source, pieces)
+
+
 @pytest.mark.parametrize(
     ("shape", "pieces", "says"),
     [
-        ((7, 2), {4: [rows(0, 4, (7, 2))], 5: [rows(4, 7, (7, 2))]}, "uneven"),
-        ((8, 2), {4: [rows(0, 8, (8, 2))], 5: []}, "0 to 1 pieces"),
-        ((8, 2), {4: [rows(0, 2, (8, 2))], 5: [rows(4, 6, (8, 2))]}, "one behind the other"),
-        (
-            (8, 2),
-            {4 + r: [rows(i * 4, i * 4 + 4, (8, 2))] for r, i in enumerate([1, 0])},
-            "no mesh",
-        ),
-        ((8, 2), {4: [rows(3, 6, (8, 2))]}, "cuts across the trainer's 4 shards"),
-        ((8, 2), {4: [Piece(0, 0, (Dim(4, 4, 2), Dim(2, 2, 1)))]}, "not all of them"),
         ((8, 2), {4: [Piece(0, 0, (Dim(16, 0, 1),))]}, "repeats"),
         (
             (4, 4, 4),
@@ -203,4 +246,4 @@ def test_what_no_collective_says(
     shape: tuple[int, ...], pieces: dict[int, list[Piece]], says: str
 ) -> None:
     with pytest.raises(InexpressibleError, match=says):
-        carry(shape, FSDP, pieces, 3)
+        carry(shape, Layout(Mesh((TRAINERS, 1), 0), (1, REPLICATE)), pieces, 3)

@@ -19,8 +19,7 @@ from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
 from m2ncompile.engine.inspect_params import worker_facts
 from m2ncompile.engine.postload import not_direct
-from m2ncompile.engine.recorder import record
-from m2ncompile.engine.recording import Recording
+from m2ncompile.engine.record_all import record_all
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import InventoryError, Problems, SpecError
 from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
@@ -72,7 +71,9 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
         return assemble(
             inputs, tensors, sources, _as_vllm(spec, engine, tensors, sources, mesh, progress)
         )
-    recordings = _recordings(engine, tensors, progress)
+    recordings = record_all(
+        engine, tensors, lambda module: not_direct(module, spec.engine.target), progress
+    )
     check_accepted(tensors, recordings)
     destinations = resolve_traced(tensors, sources, recordings, mesh, spec.limits.max_dims)
     plan = assemble(inputs, tensors, sources, destinations)
@@ -123,16 +124,3 @@ def _as_vllm(
         return facts
 
     return agreed_destinations(tensors, sources, range(spec.engine.workers), facts_of, mesh)
-
-
-def _recordings(
-    engine: MetaEngine, tensors: tuple[TensorInfo, ...], progress: Progress
-) -> list[Recording]:
-    workers = engine.spec.workers
-    recordings = []
-    for rank in range(workers):
-        recordings.append(
-            record(engine, rank, tensors, lambda model: not_direct(model, engine.spec.target))
-        )
-        progress("workers", rank + 1, workers)
-    return recordings

@@ -192,10 +192,10 @@ def _unit_reasons(
     """
     if any_refused:
         # Where a refused tensor goes is not known, so no module is safe.
-        reason = Reason(
+        unknown = Reason(
             "unit", "another tensor's loader needs its values, so where that one goes is not known"
         )
-        return {name.rpartition(".")[0]: reason for name in params}
+        return {name.rpartition(".")[0]: unknown for name in params}
     held_back: dict[str, Reason] = {}
     for index, name, _, reason in decided:
         if reason is None:

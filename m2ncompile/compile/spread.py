@@ -57,6 +57,10 @@ class _Split(msgspec.Struct, frozen=True):
         return self.period // self.shards
 
 
+#: Beyond this many transfers for one tensor, sending it whole is the better way.
+MAX_PARTS = 128
+
+
 def carry(
     shape: Sequence[int],
     source: Layout,
@@ -65,30 +69,124 @@ def carry(
 ) -> tuple[Carried, ...]:
     """What moves a tensor of `shape` to the `pieces` of each communicator rank that reads it.
 
-    Raises InexpressibleError.
+    As few transfers as the layouts allow: the pieces as they are; else their
+    rows by themselves (gate and up of one tensor); else whatever one trainer
+    rank holds of one worker's piece. Raises InexpressibleError, with the reason
+    why the first way is closed, when all are.
     """
+    refused: InexpressibleError | None = None
+    for families in (_in_step, _by_row, _by_block):
+        try:
+            return tuple(
+                carried
+                for family in families(shape, source, pieces)
+                for carried in _carry_family(tuple(shape), source, family, max_dims)
+            )
+        except InexpressibleError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+#: Pieces of several ranks that are shards of one split: rank -> piece.
+_Family = Mapping[int, Piece]
+
+
+def _in_step(
+    shape: Sequence[int], source: Layout, pieces: Mapping[int, Sequence[Piece]]
+) -> list[_Family]:
+    """Every rank's first pieces, every rank's second, and so on."""
     counts = {len(found) for found in pieces.values()}
     if len(counts) != 1:
         raise InexpressibleError(
             f"workers read it in {min(counts)} to {max(counts)} pieces, so they are no shards "
             "of one split"
         )
-    carried: list[Carried] = []
-    for place in range(counts.pop()):
-        family = {rank: found[place] for rank, found in sorted(pieces.items())}
-        split, indices = _split_of(family)
-        wire, sources, dim = _wire(tuple(shape), source, split, max_dims)
-        for mesh, placements in _meshes(indices, split.shards, dim):
-            carried.append(
-                Carried(
-                    split.base,
-                    wire,
-                    sources,
-                    Layout(mesh, placements),
-                    tuple(family[rank] for rank in mesh.ranks),
+    return [
+        {rank: found[place] for rank, found in sorted(pieces.items())}
+        for place in range(counts.pop())
+    ]
+
+
+def _by_row(
+    shape: Sequence[int], source: Layout, pieces: Mapping[int, Sequence[Piece]]
+) -> list[_Family]:
+    """The steps of each piece's longest stride as pieces of their own, in step."""
+    rows: dict[int, list[Piece]] = {}
+    for rank, found in pieces.items():
+        rows[rank] = []
+        for piece in found:
+            outer, *inner = piece.dims if len(piece.dims) > 1 else (Dim(1, 0, 0), *piece.dims)
+            if outer.size > MAX_PARTS:
+                raise InexpressibleError(f"it has {outer.size} rows")
+            rows[rank] += [
+                Piece(
+                    piece.source + i * outer.source, piece.target + i * outer.target, tuple(inner)
                 )
-            )
-    return tuple(carried)
+                for i in range(outer.size)
+            ]
+    return _in_step(shape, source, rows)
+
+
+def _by_block(
+    shape: Sequence[int], source: Layout, pieces: Mapping[int, Sequence[Piece]]
+) -> list[_Family]:
+    """Each piece, cut where the trainer's ranks change, with the ranks that read that very part."""
+    cut = prod(shape)
+    if source.split is not None and prod(shape[source.split[0] :]) == cut:
+        cut //= source.split[1]
+    families: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, Piece]] = {}
+    for rank, found in sorted(pieces.items()):
+        for piece in found:
+            for part in _cut(piece, cut):
+                key = part.source, tuple((dim.size, dim.source) for dim in part.dims)
+                if rank in families.setdefault(key, {}):
+                    raise InexpressibleError("a worker reads a part of it twice")
+                families[key][rank] = part
+    if len(families) > MAX_PARTS:
+        raise InexpressibleError(f"it would take {len(families)} transfers")
+    return [families[key] for key in sorted(families)]
+
+
+def _cut(piece: Piece, every: int) -> list[Piece]:
+    """`piece` in parts that lie within `every` elements each."""
+    if not piece.dims or (piece.source % every + _reach(piece)) < every:
+        return [piece]
+    outer, *inner = piece.dims
+    parts = []
+    done = 0
+    while done < outer.size:
+        start = piece.source + done * outer.source
+        room = every - start % every
+        span = 1 + sum((dim.size - 1) * dim.source for dim in inner)
+        steps = min(outer.size - done, 1 + (room - span) // outer.source if room >= span else 0)
+        if steps < 1:
+            raise InexpressibleError("a trainer shard ends inside of a worker's row")
+        dims = canonical((Dim(steps, outer.source, outer.target), *inner))
+        parts.append(Piece(start, piece.target + done * outer.target, dims))
+        done += steps
+    return parts
+
+
+def _reach(piece: Piece) -> int:
+    return sum((dim.size - 1) * dim.source for dim in piece.dims)
+
+
+def _carry_family(
+    shape: tuple[int, ...], source: Layout, family: _Family, max_dims: int
+) -> list[Carried]:
+    split, indices = _split_of(family)
+    wire, sources, dim = _wire(shape, source, split, max_dims)
+    return [
+        Carried(
+            split.base,
+            wire,
+            sources,
+            Layout(mesh, placements),
+            tuple(family[rank] for rank in mesh.ranks),
+        )
+        for mesh, placements in _meshes(indices, split.shards, dim)
+    ]
 
 
 def _split_of(family: Mapping[int, Piece]) -> tuple[_Split, dict[int, int]]:

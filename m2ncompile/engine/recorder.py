@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -168,6 +169,7 @@ def through(read: View, target: View, held: View, source: View) -> tuple[View, V
     read_rest, held_rest = read.offset, held.offset
     offset, target_offset = source.offset, target.offset
     dims: list[tuple[int, int, int]] = []
+    apart = False
     for upper, level in zip((None, *levels), levels, strict=False):
         size, target_step = read_at.get(level, (1, 0))
         held_size, step = held_at.get(level, (1, 0))
@@ -177,12 +179,14 @@ def through(read: View, target: View, held: View, source: View) -> tuple[View, V
         if upper is not None and max(end, held_end) > upper // level:
             raise UnevenError
         low, high = max(start, held_start), min(end, held_end)
-        if low >= high:
-            return None
+        apart |= low >= high
         offset += (low - held_start) * step
         target_offset += (low - start) * target_step
         if high - low > 1:
             dims.append((high - low, step, target_step))
+    # Not before every level is known to carry nothing over into the next.
+    if apart:
+        return None
     dims += [(size, 0, step) for _, size, step in repeats]
     shape = tuple(dim[0] for dim in dims)
     return (
@@ -265,7 +269,7 @@ def _live_params(model: nn.Module, not_direct: Mapping[str, str]) -> list[_Live]
             not_direct=next(
                 (not_direct[one] for one in (name, *aliases) if one in not_direct), None
             ),
-            parameter=isinstance(tensor, nn.Parameter),
+            parameter=any(isinstance(other, nn.Parameter) for _, other in group),
         )
         places = {one: _place(other) for one, other in group}
         found.append(_Live(param, tensor.untyped_storage(), tensor.dtype, places))
@@ -447,14 +451,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._refused: dict[int, _Cause] = {}
         self._live = live
         self._tensors = tensors
-        self._without = without
-        self._current: int | None = None
         self._dtypes = [getattr(torch, info.dtype) for info in tensors]
+        self._current: int | None = None
+        self._waiting: deque[tuple[int, torch.Tensor]] = deque()
         #: Tensor of each storage that nothing wrote to, and what is in all others.
         self._sources: dict[int, int] = {}
         self._held = {one.storage._cdata: _Held(one.dtype, is_param=True) for one in live}
         #: All but parameters'. They live to the end, or another could take their address.
         self._storages: dict[int, torch.UntypedStorage] = {}
+        for index, info in enumerate(tensors):
+            if index not in without:
+                tensor = torch.empty(info.shape, dtype=self._dtypes[index], device="meta")
+                self._waiting.append((index, tensor))
+                self._storages[_key(tensor)] = tensor.untyped_storage()
+                self._sources[_key(tensor)] = index
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -462,19 +472,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return False
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, info in enumerate(self._tensors):
-            if index not in self._without:
-                self._current = index
-                # No local of this frame keeps the tensor alive.
-                yield info.name, self._source(index, info)
+        """What `load` gets. No local here may keep a tensor alive: see `refusals`."""
+        while self._waiting:
+            self._current = self._waiting[0][0]
+            yield self._tensors[self._current].name, self._waiting.popleft()[1]
         self._current = None
-
-    def _source(self, index: int, info: TensorInfo) -> torch.Tensor:
-        tensor = torch.empty(info.shape, dtype=self._dtypes[index], device="meta")
-        storage = tensor.untyped_storage()
-        self._storages[storage._cdata] = storage
-        self._sources[storage._cdata] = index
-        return tensor
 
     def __torch_dispatch__(
         self,
@@ -699,6 +701,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                     self._refused = self._inside(place[1], cause) | self._refused
                     if name in now:
                         self._refused = self._inside(now[name][1], cause) | self._refused
+        self._waiting.clear()
         cause = "keeping it outside the parameters", loader
         inside = {key: self._inside(key, cause) for key in self._storages}
         kept = [(StorageWeakRef(self._storages.pop(key)), inside[key]) for key in inside]
@@ -715,7 +718,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         None where all were given out and none is in hand.
         """
         for frame in reversed(_frames(error)):
-            tensors = _tensors_in(tuple(frame.f_locals.values()))
+            tensors = [one for one in frame.f_locals.values() if isinstance(one, torch.Tensor)]
             found = [self._sources[key] for key in map(_key, tensors) if key in self._sources]
             if found:
                 return max(found)
