@@ -12,7 +12,7 @@ import msgspec
 
 from m2ncompile import __version__
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.resolve_traced import check_accepted, resolve_traced
+from m2ncompile.compile.resolve_traced import check_accepted, pieces_by_tensor, resolve_traced
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
 from m2ncompile.compile.routes import Destination
 from m2ncompile.compile.validate import validate
@@ -74,8 +74,9 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
     recordings = record_all(
         engine, tensors, lambda module: not_direct(module, spec.engine.target), progress
     )
-    check_accepted(tensors, recordings)
-    destinations = resolve_traced(tensors, sources, recordings, mesh, spec.limits.max_dims)
+    placed = pieces_by_tensor(recordings, mesh.start)
+    check_accepted(tensors, recordings, placed, engine.quantization is not None)
+    destinations = resolve_traced(tensors, sources, recordings, placed, mesh, spec.limits.max_dims)
     plan = assemble(inputs, tensors, sources, destinations)
     validate(plan, recordings)
     return plan

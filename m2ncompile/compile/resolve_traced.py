@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.compile.spread import Carried, InexpressibleError, carry
@@ -20,39 +21,49 @@ from m2ncompile.errors import EngineError, InventoryError, Problems, nearest
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh
 
-__all__ = ["check_accepted", "piece_of_copy", "pieces_by_tensor", "resolve_traced"]
+__all__ = ["Pieces", "check_accepted", "piece_of_copy", "pieces_by_tensor", "resolve_traced"]
 
 #: A tensor's pieces: live parameter -> communicator rank -> pieces.
-_Pieces = dict[str, dict[int, tuple[Piece, ...]]]
+Pieces = dict[str, dict[int, tuple[Piece, ...]]]
 
 
-def check_accepted(tensors: Sequence[TensorInfo], recordings: Sequence[Recording]) -> None:
-    """Every tensor is read by some worker, and every live parameter is filled by some tensor.
+def check_accepted(
+    tensors: Sequence[TensorInfo],
+    recordings: Sequence[Recording],
+    placed: Mapping[int, Pieces],
+    quantized: bool,
+) -> None:
+    """Every element of every tensor is read by some worker, every live parameter filled by some.
 
-    A tensor that no loader takes would be trained and never served. Raises
-    InventoryError listing them with the nearest names that are taken.
+    What no loader takes would be trained and never served. A quantized model
+    has scalar scales with defaults, which a checkpoint may leave out. Raises
+    InventoryError listing tensors with the nearest names that are taken.
     """
-    read = {copy.tensor for recording in recordings for copy in recording.copies}
-    read |= {refusal.tensor for recording in recordings for refusal in recording.refusals}
+    refused = {refusal.tensor for recording in recordings for refusal in recording.refusals}
     words = dict(found for recording in recordings for found in recording.unknown)
-    names = [tensors[i].name for i in sorted(read)]
+    taken = [tensors[i].name for i in sorted(refused | placed.keys())]
     problems = Problems()
     for index, tensor in enumerate(tensors):
-        if index not in read:
-            said = words.get(index)
-            close = nearest(tensor.name, names) if len(problems) < 50 else None
+        if index in words or not (index in refused or index in placed):
+            close = nearest(tensor.name, taken) if len(problems) < 50 else None
             problems.add(
                 tensor.name,
-                "the model's loaders do not take it"
-                + (f" ({said})" if said else ": no worker reads it"),
-                (f"the nearest name that is taken is {close}; " if close else "")
+                f"the model's loaders do not take it as {list(tensor.shape)}"
+                + (f": {words[index]}" if index in words else ": no worker reads it"),
+                (f"the nearest name that is taken is {close}; " if close != tensor.name else "")
                 + "if it is not to be sent, list it in model.exclude",
             )
-    refused = any(recording.refusals for recording in recordings)
+        elif index not in refused and (unread := prod(tensor.shape) - _read(placed[index])) > 0:
+            problems.add(
+                tensor.name,
+                f"the model's loaders leave {unread} of its {prod(tensor.shape)} elements unread",
+                f"its shape {list(tensor.shape)} may be that of another model",
+            )
     for recording in recordings:
         filled = {copy.param for copy in recording.copies}
         for index, param in enumerate(recording.params):
-            if param.parameter and index not in filled and not refused:
+            optional = quantized and prod(param.view.shape) == 1
+            if param.parameter and index not in filled and not refused and not optional:
                 problems.add(
                     param.name,
                     f"no tensor fills this parameter of {param.owner} on worker {recording.rank}",
@@ -61,7 +72,18 @@ def check_accepted(tensors: Sequence[TensorInfo], recordings: Sequence[Recording
     problems.raise_if_any(InventoryError, "the checkpoint and the model's loaders do not agree")
 
 
-def pieces_by_tensor(recordings: Sequence[Recording], first_worker: int) -> dict[int, _Pieces]:
+def _read(pieces: Pieces) -> int:
+    """Elements that some worker reads; workers that read the same count once."""
+    boxes = {
+        (piece.source, tuple((dim.size, dim.source) for dim in piece.dims)): piece.numel
+        for ranks in pieces.values()
+        for found in ranks.values()
+        for piece in found
+    }
+    return sum(boxes.values())
+
+
+def pieces_by_tensor(recordings: Sequence[Recording], first_worker: int) -> dict[int, Pieces]:
     """Tensor -> its pieces, joined, by communicator rank (worker 0 is `first_worker`)."""
     found: defaultdict[int, defaultdict[str, defaultdict[int, list[Piece]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
@@ -93,6 +115,7 @@ def resolve_traced(
     tensors: Sequence[TensorInfo],
     sources: Sequence[Layout],
     recordings: Sequence[Recording],
+    placed: Mapping[int, Pieces],
     mesh: Mesh,
     max_dims: int,
 ) -> tuple[Destination, ...]:
@@ -110,7 +133,6 @@ def resolve_traced(
         for recording in recordings
         for refusal in recording.refusals
     }
-    placed = pieces_by_tensor(recordings, mesh.start)
     everywhere = Layout(mesh, None)
     decided: list[tuple[int, str | None, Carried | None, Reason | None]] = []
     for index, (tensor, source) in enumerate(zip(tensors, sources, strict=True)):
@@ -181,7 +203,7 @@ def _local_work(param: LiveParam, tensor: TensorInfo, carried: Carried) -> Reaso
 
 def _unit_reasons(
     decided: Sequence[tuple[int, str | None, Carried | None, Reason | None]],
-    placed: Mapping[int, _Pieces],
+    placed: Mapping[int, Pieces],
     params: Mapping[str, LiveParam],
     any_refused: bool,
 ) -> dict[str, Reason]:

@@ -75,7 +75,7 @@ def carry(
     why the first way is closed, when all are.
     """
     refused: InexpressibleError | None = None
-    for families in (_in_step, _by_row, _by_block):
+    for families in (_in_step, _by_row, _by_block, _by_block_of_row):
         try:
             return tuple(
                 carried
@@ -112,6 +112,16 @@ def _by_row(
     shape: Sequence[int], source: Layout, pieces: Mapping[int, Sequence[Piece]]
 ) -> list[_Family]:
     """The steps of each piece's longest stride as pieces of their own, in step."""
+    return _in_step(shape, source, _rows(pieces))
+
+
+def _by_block_of_row(
+    shape: Sequence[int], source: Layout, pieces: Mapping[int, Sequence[Piece]]
+) -> list[_Family]:
+    return _by_block(shape, source, _rows(pieces))
+
+
+def _rows(pieces: Mapping[int, Sequence[Piece]]) -> dict[int, list[Piece]]:
     rows: dict[int, list[Piece]] = {}
     for rank, found in pieces.items():
         rows[rank] = []
@@ -125,7 +135,7 @@ def _by_row(
                 )
                 for i in range(outer.size)
             ]
-    return _in_step(shape, source, rows)
+    return rows
 
 
 def _by_block(
