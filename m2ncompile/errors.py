@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from m2ncompile.families import families
+from m2ncompile.families import families, numberless
 
 __all__ = [
     "CheckError",
@@ -64,7 +64,11 @@ class M2nCompileError(Exception):
 
     def __str__(self) -> str:
         # A wrong rule on 46,000 tensors is a few lines: alike but for layer numbers.
-        alike = families(self.problems, name=lambda p: p.where, same=lambda p: (p.message, p.fix))
+        alike = families(
+            self.problems,
+            name=lambda problem: problem.where,
+            same=lambda problem: (numberless(problem.message), numberless(problem.fix or "")),
+        )
         lines = [self.title]
         for where, group in alike[: self.shown]:
             count = f" ({len(group)} of them)" if len(group) > 1 else ""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-__all__ = ["families", "number_range"]
+__all__ = ["families", "number_range", "numberless"]
 
 T = TypeVar("T")
 
@@ -28,8 +28,13 @@ def families(
     """
     groups: dict[Hashable, list[T]] = {}
     for item in items:
-        groups.setdefault((_NUMBER.sub("{}", name(item)), same(item)), []).append(item)
+        groups.setdefault((numberless(name(item)), same(item)), []).append(item)
     return [(_joint([name(item) for item in group]), group) for group in groups.values()]
+
+
+def numberless(text: str) -> str:
+    """`text` with `{}` for each whole number between dots."""
+    return _NUMBER.sub("{}", text)
 
 
 def number_range(numbers: Iterable[int]) -> str:

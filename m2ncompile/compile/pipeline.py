@@ -19,7 +19,6 @@ from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
 from m2ncompile.engine.inspect_params import worker_facts
 from m2ncompile.engine.postload import not_direct
-from m2ncompile.engine.record_all import record_all
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import InventoryError, Problems, SpecError
 from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
@@ -71,6 +70,8 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
         return assemble(
             inputs, tensors, sources, _as_vllm(spec, engine, tensors, sources, mesh, progress)
         )
+    from m2ncompile.engine.record_all import record_all  # imports torch: after the checks above
+
     recordings = record_all(
         engine, tensors, lambda module: not_direct(module, spec.engine.target), progress
     )

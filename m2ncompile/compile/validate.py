@@ -20,7 +20,10 @@ from m2ncompile.layout import Layout, shard_box
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
 
-__all__ = ["overlapping", "validate"]
+__all__ = ["overlapping", "same_map", "validate"]
+
+#: Runs beyond which two maps that differ in form are taken to differ.
+_MAX_RUNS = 1 << 20
 
 
 def validate(plan: Plan, recordings: Sequence[Recording]) -> None:
@@ -50,7 +53,7 @@ def validate(plan: Plan, recordings: Sequence[Recording]) -> None:
         mine = planned[first + recording.rank]
         for key in sorted(seen.keys() | mine.keys()):
             tensor, name = key
-            if merged(seen.get(key, ())) != merged(mine.get(key, ())):
+            if not same_map(seen.get(key, ()), mine.get(key, ())):
                 problems.add(
                     plan.tensors[tensor].name,
                     f"worker {recording.rank}: the loader fills {name} with "
@@ -168,6 +171,44 @@ def _holds(
     start, stop = box[dim][0] * stride, box[dim][1] * stride
     reach = sum((size - 1) * step for size, step in dims if step % period)
     return start <= offset % period and offset % period + reach < stop
+
+
+def same_map(a: Sequence[Piece], b: Sequence[Piece]) -> bool:
+    """Whether two sets of pieces copy the same elements to the same places.
+
+    False where their forms differ and are too fine to compare run by run.
+    """
+    left, right = set(merged(a)), set(merged(b))
+    if left == right:
+        return True
+    # The form of joined pieces is not unique (three fused rows, cut otherwise);
+    # their maximal contiguous runs are.
+    return (runs := _runs(left - right)) is not None and runs == _runs(right - left)
+
+
+def _runs(pieces: set[Piece]) -> list[tuple[int, int, int]] | None:
+    """Maximal (source, target, length) runs that step by one on both sides; None for too many."""
+    found: list[tuple[int, int, int]] = []
+    for piece in pieces:
+        dims = list(piece.dims)
+        length = 1
+        if dims and (dims[-1].source, dims[-1].target) == (1, 1):
+            length = dims.pop().size
+        if len(found) + prod(dim.size for dim in dims) > _MAX_RUNS:
+            return None
+        starts = [(piece.source, piece.target)]
+        for size, source, target in dims:
+            starts = [(s + i * source, t + i * target) for s, t in starts for i in range(size)]
+        found += [(source, target, length) for source, target in starts]
+    joined: list[tuple[int, int, int]] = []
+    for source, target, length in sorted(found):
+        if joined:
+            before, place, size = joined[-1]
+            if (before + size, place + size) == (source, target):
+                joined[-1] = before, place, size + length
+                continue
+        joined.append((source, target, length))
+    return joined
 
 
 def overlapping(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, int]]:
