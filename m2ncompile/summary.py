@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import msgspec
 
@@ -16,9 +16,7 @@ __all__ = ["ReasonTotal", "RouteTotal", "Summary", "summarize"]
 
 
 class RouteTotal(msgspec.Struct, frozen=True):
-    """Destinations by this route. `nbytes` is the size of what is moved, counted once a
-    destination, not once a worker.
-    """
+    """`nbytes` is what is moved, counted once a destination, not once a worker."""
 
     route: Route
     tensors: int
@@ -49,32 +47,30 @@ def summarize(plan: Plan) -> Summary:
     kinds = Counter(
         (plan.wires[d.wire].geometry, d.layout, d.route, d.reason) for d in plan.destinations
     )
-    routes: defaultdict[Route, list[int]] = defaultdict(lambda: [0, 0])
-    reasons: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+    bytes_by_route: Counter[Route] = Counter()
+    bytes_by_reason: Counter[int | None] = Counter()
     first = plan.inputs.trainer.ranks
     received = [0] * plan.inputs.engine.workers
     for (geometry, layout, route, reason), count in kinds.items():
-        for total in [routes[route], *([] if reason is None else [reasons[reason]])]:
-            total[0] += count
-            total[1] += count * sizes[geometry]
+        bytes_by_route[route] += count * sizes[geometry]
+        bytes_by_reason[reason] += count * sizes[geometry]
         shape = plan.geometries[geometry]
         local = nbytes(plan.dtypes[shape.dtype], local_shape(layouts[layout], shape.shape))
         for rank in layouts[layout].mesh.ranks:
             received[rank - first] += count * local
+    # A tensor in parts counts once.
+    by_route = Counter(route for route, _ in {(d.route, d.tensor) for d in plan.destinations})
+    by_reason = Counter(reason for reason, _ in {(d.reason, d.tensor) for d in plan.destinations})
     order: tuple[Route, ...] = ("direct", "reload", "fallback")
+    reasons = [
+        ReasonTotal(reason.code, reason.text, by_reason[i], bytes_by_reason[i])
+        for i, reason in enumerate(plan.reasons)
+    ]
     return Summary(
         tensors=len(plan.tensors),
         nbytes=sum(sizes[t.geometry] for t in plan.tensors),
-        routes=tuple(RouteTotal(r, *routes[r]) for r in order if r in routes),
-        reasons=tuple(
-            sorted(
-                (
-                    ReasonTotal(plan.reasons[i].code, plan.reasons[i].text, *total)
-                    for i, total in reasons.items()
-                ),
-                key=lambda r: (-r.nbytes, r.code, r.text),
-            )
-        ),
+        routes=tuple(RouteTotal(r, by_route[r], bytes_by_route[r]) for r in order if by_route[r]),
+        reasons=tuple(sorted(reasons, key=lambda r: (-r.nbytes, r.code, r.text))),
         collectives=len(plan.transfers),
         wire_bytes_per_worker=tuple(received),
     )
