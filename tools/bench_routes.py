@@ -35,9 +35,13 @@ WIDE = {
     "GLM-4.5-Air": ["tp 8", "ep 8"],
     "gpt-oss-20b": ["tp 8", "ep 8"],
 }
-#: Tensors that no vLLM loader takes, and rules where dim 0 does not divide.
+_SCALES = '[[trainer.rules]]\nmatch = "*.weight_scale_inv"\nplacements = "replicated"\n'
+#: Where dim 0 does not divide by the trainer's ranks.
 RULES = {
     "gpt2": '[[trainer.rules]]\nmatch = "wte.weight"\nplacements = [1, "replicate"]\n',
+    "DeepSeek-V3": _SCALES,
+    "Kimi-K2-Instruct": _SCALES,
+    "Qwen3-30B-A3B-FP8": _SCALES,
 }
 
 

@@ -173,19 +173,24 @@ def resolve_traced(
 
 
 def _agreed_params(recordings: Sequence[Recording]) -> dict[str, LiveParam]:
-    """Each live parameter by name, the same on every worker that has it."""
+    """Each live parameter by name; what one worker may not write directly, none may.
+
+    Pipeline stages may differ in a parameter's other names (a tied head).
+    """
     params: dict[str, LiveParam] = {}
     problems = Problems()
     for recording in recordings:
         for param in recording.params:
             known = params.setdefault(param.name, param)
-            if known != param:
+            if (known.dtype, known.view) != (param.dtype, param.view):
                 problems.add(
                     param.name,
                     f"worker {recording.rank} has {param.dtype} {list(param.view.shape)} "
                     f"in {param.owner}, an earlier one {known.dtype} {list(known.view.shape)} "
                     f"in {known.owner}",
                 )
+            elif known.not_direct is None:
+                params[param.name] = param
     problems.raise_if_any(EngineError, "workers hold different parameters by the same name")
     return params
 

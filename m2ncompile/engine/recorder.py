@@ -98,8 +98,6 @@ def record_load(
         try:
             with torch.no_grad(), recorder:
                 load(recorder.items())
-        except _NeedsDataError:
-            pass
         except M2nCompileError:
             raise
         except Exception as error:
@@ -342,18 +340,6 @@ def _settled(held: _Held) -> list[_Piece]:
     return settled
 
 
-def _conversion(
-    source: torch.dtype, stored: torch.dtype, target: torch.dtype, holder: _Held
-) -> str | None:
-    """Why a copy from a view of `stored` as `source` to a view of `holder` as `target` spoils."""
-    if (source, target) == (stored, holder.dtype):
-        # The record has room for one change of dtype, on the way into a parameter.
-        return None if stored == target or holder.is_param else "to(dtype)"
-    # The same bits under another name, on both sides.
-    same = source == target and stored == holder.dtype and source.itemsize == stored.itemsize
-    return None if same else "view(dtype)"
-
-
 # --- Operations --------------------------------------------------------------
 
 _COPY = torch.ops.aten.copy_.default
@@ -410,9 +396,7 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _takes_data_out(operation: Any) -> bool:
-    return torch.Tag.data_dependent_output in operation.tags or any(
-        "Tensor" not in str(result.type) for result in operation._schema.returns
-    )
+    return any("Tensor" not in str(result.type) for result in operation._schema.returns)
 
 
 def _called(operation: Any) -> str:
@@ -436,8 +420,8 @@ def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
 # --- The mode ----------------------------------------------------------------
 
 
-class _NeedsDataError(BaseException):
-    """Ends loading. No loader's `except Exception` stops it."""
+class _NeedsDataError(Exception):
+    """Ends loading. A loader that catches it changes nothing: `needed` says so too."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -515,8 +499,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             result: torch.Tensor = _COPY(target, source)
             return result
         if target.shape != source.shape:
-            # The real copy's words, if these do not broadcast.
-            _COPY(torch.empty_like(target, device="meta"), torch.empty_like(source))
             source = source.expand(target.shape)
         self._follow(target, source)
         return target
@@ -640,12 +622,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 spoiled |= self._visible(source, "a rearrangement that is no box")
 
         holder = self._holder(target)
+        reason = None
         if any(step == 0 and size > 1 for step, size in zip(into.stride, into.shape, strict=True)):
-            reason: str | None = "copy_ to an expanded view"
+            reason = "copy_ to an expanded view"
         elif any(self._dtypes[index] != stored for _, index, _ in pieces):
+            # Changed before; the record has room for one change, into a parameter.
             reason = "to(dtype)"
-        else:
-            reason = _conversion(source.dtype, stored, target.dtype, holder)
+        elif (source.dtype, target.dtype) != (stored, holder.dtype):
+            # The same bits under one other name on both sides are but a copy.
+            named = stored == holder.dtype and source.dtype == target.dtype
+            if not (named and source.dtype.itemsize == stored.itemsize):
+                reason = "view(dtype)"
         if reason or spoiled:
             cause = (reason, _caller()) if reason else next(iter(spoiled.values()))
             self._spoil(target, spoiled | {index: cause for _, index, _ in pieces})

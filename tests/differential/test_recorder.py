@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
@@ -474,6 +475,8 @@ JOINS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat along dim 1": lambda a, b: torch.cat([a, b[:, :2]], dim=1),
     "cat along the last dim": lambda a, b: torch.cat((a.t(), b.t()), -1),
     "cat with nothing": lambda a, b: torch.cat([a, a.new_empty(0), b[:0], b]),
+    "cat with nothing along dim 1": lambda a, b: torch.cat([a, a.new_empty(0), b], 1),
+    "cat with a constant": lambda a, b: torch.cat([b, torch.zeros_like(a), a])[:, :3],
     "stack": lambda a, b: torch.stack([a, b]),
     "stack along dim 2": lambda a, b: torch.stack([a, b], dim=2),
     "stack, flattened": lambda a, b: torch.stack([a, b], 1).flatten(0, 1),
@@ -494,7 +497,8 @@ def test_joining_tensors(name: str) -> None:
         model.p.data.copy_(join(given["a"], given["b"]))
 
     copies = check_toy(body, p=(F32, *shape))
-    assert sum(prod(copy.target.shape) for copy in copies) == prod(shape)
+    constant = 12 if name == "cat with a constant" else 0
+    assert sum(prod(copy.target.shape) for copy in copies) == prod(shape) - constant
 
 
 def test_scratch_memory() -> None:
@@ -517,6 +521,18 @@ def test_scratch_memory() -> None:
         (1, B, 12),
         (1, A, 6),
     ]
+
+
+def test_scratch_memory_like_a_tensor() -> None:
+    """Only the shape of `a` is read."""
+
+    def body(model: Any, given: dict[str, torch.Tensor]) -> None:
+        scratch = torch.empty_like(given["a"])
+        scratch.copy_(given["b"])
+        model.p.data.copy_(scratch)
+        model.q.data.copy_(given["a"].new_zeros(4, 6))
+
+    assert [copy.tensor for copy in check_toy(body, p=(F32, 4, 6), q=(F32, 4, 6))] == [B]
 
 
 def test_a_constant_over_scratch_memory() -> None:
@@ -570,6 +586,14 @@ def test_a_copy_to_another_dtype() -> None:
 
     copies = check_toy(body, p=(F32, 4, 6), q=(BF16, 4, 6), r=(F32, 6, 4))
     assert [(copy.param, copy.tensor) for copy in copies] == [(0, H), (1, A), (2, H)]
+
+
+def test_nothing_is_copied() -> None:
+    def body(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data[:0].copy_(given["a"][:0])
+        model.p.data[4:].copy_(given["a"].clone()[4:])
+
+    assert check_toy(body, p=(F32, 4, 6)) == ()
 
 
 def test_the_same_bits_under_another_name() -> None:
@@ -720,6 +744,7 @@ NEEDS_DATA: dict[str, tuple[str, Callable[[torch.Tensor], object]]] = {
     "nonzero": ("nonzero", lambda t: t.nonzero()),
     "mask": ("index", lambda t: t[t > 0]),
     "another device": ("add", lambda t: t + torch.ones(6)),
+    "cat with another device": ("cat", lambda t: torch.cat([t, torch.ones(1, 6)])),
     "numpy": ("numpy", lambda t: t.numpy()),
     "numpy on the cpu": ("numpy", lambda t: t.t().cpu().numpy()),
     "tolist": ("tolist", lambda t: t.tolist()),
@@ -784,6 +809,7 @@ def test_computing_without_a_consequence() -> None:
         ("index_put_", lambda p: p.__setitem__(torch.tensor([1]), 0.5)),
         ("exp", lambda p: p.copy_(p.exp())),
         ("normal_", lambda p: p.normal_()),
+        ("copy_", lambda p: p.copy_(padded(p))),
     ],
 )
 def test_changing_a_parameter_after_it_was_loaded(
@@ -796,6 +822,13 @@ def test_changing_a_parameter_after_it_was_loaded(
 
     recording, _ = record_toy(body, p=(F32, 4, 6), q=(F32, 4, 6))
     assert [(refusal.tensor, refusal.op) for refusal in recording.refusals] == [(A, op)]
+
+
+def padded(param: torch.Tensor) -> torch.Tensor:
+    """Zeros, and as much of what was loaded as leaves a row of them."""
+    scratch = torch.zeros_like(param)
+    scratch[1:].copy_(param[1:])
+    return scratch
 
 
 def test_changing_a_parameter_before_it_is_loaded_or_beside() -> None:
@@ -930,7 +963,50 @@ def test_a_refused_dtype_change_does_not_hide_in_a_parameter() -> None:
     assert refused(body, p=(BF16, 4, 6), q=(F32, 4, 6)) == [(A, "to(dtype)")]
 
 
-def test_two_fills_of_an_expanded_target() -> None:
+def test_bits_under_another_name_on_one_side() -> None:
+    def target(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data.view(F32).copy_(given["a"])
+
+    def smaller(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data.view(torch.int16).copy_(given["a"].view(torch.int16))
+
+    def copied(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data.copy_(given["a"].view(torch.int32).clone().view(F32))
+
+    assert refused(target, p=(BF16, 4, 12)) == [(A, "view(dtype)")]
+    assert refused(smaller, p=(F32, 4, 6)) == [(A, "view(dtype)")]
+    assert refused(copied, p=(F32, 4, 6)) == [(A, "view(dtype)")]
+
+
+def test_views_that_change_values() -> None:
+    def conjugate(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data.copy_(given["z"].conj())
+
+    def negative(model: Any, given: dict[str, torch.Tensor]) -> None:
+        model.p.data.copy_(torch._neg_view(given["z"]))
+
+    given = [TensorInfo("z", "complex64", (4,))]
+    for body, op in [(conjugate, "_conj"), (negative, "_neg_view")]:
+        recording, _ = record_toy(body, given, p=(torch.complex64, 4))
+        assert [refusal.op for refusal in recording.refusals] == [op]
+
+
+def test_a_cycle_keeps_nothing() -> None:
+    """What only the garbage collector would free is not kept by the model."""
+
+    def body(model: Any, given: dict[str, torch.Tensor]) -> None:
+        given["self"] = given  # type: ignore[assignment]
+        model.p.data.copy_(given["a"])
+
+    gc.disable()
+    try:
+        assert len(record_toy(body, p=(F32, 4, 6))[0].copies) == 1
+        assert refused(body, p=(F32, 4, 6)) == []
+    finally:
+        gc.enable()
+
+
+def test_an_expanded_target() -> None:
     def body(model: Any, given: dict[str, torch.Tensor]) -> None:
         model.p.data.expand(4, 6).copy_(given["a"])
 
@@ -973,6 +1049,19 @@ def test_unknown_tensors(load: Callable[[Any, Pairs], None]) -> None:
     )
     assert [copy.tensor for copy in recording.copies] == [A, C]
     assert recording.refusals == ()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, NotImplementedError, IndexError])
+def test_any_exception_is_the_tensors_fault(kind: type[Exception]) -> None:
+    def load(weights: Pairs) -> None:
+        for name, tensor in weights:
+            if name == "b":
+                raise kind("no\n  way")
+            toy.a.data.copy_(tensor.view(-1)[:1])
+
+    toy = Toy(lambda model, given: None, {"a": (F32, 1)}, "meta")
+    recording = record_load(toy, load, GIVEN)
+    assert recording.unknown == ((B, f"{kind.__name__}: no way"),)
 
 
 def test_a_loader_that_fails_for_no_tensor_in_particular() -> None:
@@ -1110,6 +1199,24 @@ def test_through_is_not_afraid() -> None:
         (rows, View(2, (8, 4), (6, 1))),
     ]:
         assert through(read, dense(read, 0), held, dense(held, 0)) is not None
+
+
+@pytest.mark.parametrize(
+    ("read", "held"),
+    [
+        # Windows that overlap.
+        (View(0, (2, 3), (1, 1)), View(0, (8,), (1,))),
+        # No address scheme has both strides, 6 and 4.
+        (View(0, (3, 4), (4, 1)), View(0, (2, 6), (6, 1))),
+        # The end of one row and the start of the next.
+        (View(4, (4,), (1,)), View(0, (2, 6), (6, 1))),
+        # A box that repeats itself holds nothing in particular.
+        (View(0, (4,), (1,)), View(0, (2, 4), (0, 1))),
+    ],
+)
+def test_through_gives_up(read: View, held: View) -> None:
+    with pytest.raises(UnevenError):
+        through(read, dense(read, 0), held, dense(held, 0))
 
 
 # Whole programs.

@@ -203,6 +203,23 @@ def test_tied_embeddings_are_sent_once(build) -> None:
     assert [p.name for p in plan.params if p.name.startswith("lm_head")] == []
 
 
+def test_pipeline_stages_get_their_layers(build) -> None:
+    """A tied head makes the embedding live on the first and on the last stage."""
+    plan = build("Qwen3-0.6B", "tp = 1\npp = 2", num_hidden_layers=4)
+    starts = {
+        t: {w[3].mesh.start for w in wires(plan, t)}
+        for t in ("layers.1.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight")
+    }
+    assert list(starts.values()) == [{4}, {5}]
+    assert [w[3].mesh.ranks for w in wires(plan, "embed_tokens.weight")] == [range(4, 6)]
+
+
+def test_data_parallel_replicas_take_the_same(build) -> None:
+    plan = build("Qwen3-0.6B", "tp = 2\ndp = 2", num_hidden_layers=1)
+    ((_, _, _, destination),) = wires(plan, "o_proj.weight")
+    assert (destination.mesh.dims, destination.placements) == ((2, 2), (-1, 1))
+
+
 def add(name: str, shape: tuple[int, ...]) -> Change:
     def change(tensors: dict[str, TensorInfo]) -> None:
         tensors[name] = TensorInfo(name, "bfloat16", shape)
