@@ -9,7 +9,7 @@ reload (`reload`).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -18,6 +18,7 @@ from m2ncompile.compile.spread import Carried, InexpressibleError, carry
 from m2ncompile.compile.strided import Piece, merged, piece_of
 from m2ncompile.engine.recording import Copy, LiveParam, Recording
 from m2ncompile.errors import EngineError, InventoryError, Problems, nearest
+from m2ncompile.families import numberless
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh
 
@@ -59,17 +60,46 @@ def check_accepted(
                 f"the model's loaders leave {unread} of its {prod(tensor.shape)} elements unread",
                 f"its shape {list(tensor.shape)} may be that of another model",
             )
-    for recording in recordings:
-        filled = {copy.param for copy in recording.copies}
-        for index, param in enumerate(recording.params):
-            optional = quantized and prod(param.view.shape) == 1
-            if param.parameter and index not in filled and not refused and not optional:
-                problems.add(
-                    param.name,
-                    f"no tensor fills this parameter of {param.owner} on worker {recording.rank}",
-                    "the checkpoint lacks a tensor, or names it otherwise",
-                )
+    if not refused:  # where a refused tensor goes is not known
+        _check_filled(recordings, quantized, problems)
     problems.raise_if_any(InventoryError, "the checkpoint and the model's loaders do not agree")
+
+
+def _check_filled(recordings: Sequence[Recording], quantized: bool, problems: Problems) -> None:
+    """Every parameter is filled on some worker, and as far as in the other layers.
+
+    A worker may leave out what another has (a bias that one rank adds), and the
+    end of a padded vocabulary; a layer may not leave out an expert.
+    """
+    shapes: dict[str, LiveParam] = {}
+    filled: Counter[tuple[str, int]] = Counter()
+    for recording in recordings:
+        shapes |= {p.name: p for p in recording.params if p.parameter}
+        for copy in recording.copies:
+            filled[recording.params[copy.param].name, recording.rank] += prod(copy.source.shape)
+    for name, param in shapes.items():
+        most = max(filled[name, recording.rank] for recording in recordings)
+        if not most and not (quantized and prod(param.view.shape) == 1):
+            problems.add(
+                name,
+                f"no tensor fills this parameter of {param.owner}",
+                "the checkpoint lacks a tensor, or names it otherwise",
+            )
+    for recording in recordings:
+        alike: defaultdict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+        for param in recording.params:
+            if param.parameter:
+                alike[numberless(param.name), param.view.shape].append(param.name)
+        for names in alike.values():
+            most = max(filled[name, recording.rank] for name in names)
+            for name in names:
+                if 0 < filled[name, recording.rank] < most:
+                    problems.add(
+                        name,
+                        f"on worker {recording.rank}, tensors fill {filled[name, recording.rank]} "
+                        f"of its elements, in another layer {most}",
+                        "the checkpoint lacks a tensor of this layer",
+                    )
 
 
 def _read(pieces: Pieces) -> int:

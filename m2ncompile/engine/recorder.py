@@ -23,8 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 from math import prod
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -35,6 +34,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from m2ncompile.engine.aten import (
+    CAT,
+    COPY,
+    OVERWRITING,
+    REARRANGING,
+    STACK,
+    called,
+    on_meta,
+    passes,
+    takes_data_out,
+    tensors_in,
+    written_by,
+)
+from m2ncompile.engine.boxes import UnevenError, disjoint, through
 from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
 from m2ncompile.errors import EngineError, M2nCompileError, Problem
 
@@ -42,7 +55,7 @@ if TYPE_CHECKING:
     from m2ncompile.engine.vllm_meta import MetaEngine
     from m2ncompile.inventory.records import TensorInfo
 
-__all__ = ["MAX_RESTARTS", "UnevenError", "record", "record_load", "through"]
+__all__ = ["MAX_RESTARTS", "record", "record_load"]
 
 #: How often loading starts again before the build gives up.
 MAX_RESTARTS = 64
@@ -137,102 +150,6 @@ def _as_weight_transfer_loads() -> AbstractContextManager[None]:
         return nullcontext()
     context: AbstractContextManager[None] = disable_mtp_completeness_check()
     return context
-
-
-# --- Strided boxes -----------------------------------------------------------
-
-
-class UnevenError(Exception):
-    """The common part of two boxes is no box, or can't be shown to be one."""
-
-
-def through(read: View, target: View, held: View, source: View) -> tuple[View, View] | None:
-    """What reading `read` of a storage finds of `held` in it, as (source, target) boxes.
-
-    What is in `held` came from `source`, what is in `read` goes to `target`,
-    each of one shape with its other. None where `read` and `held` have no
-    address in common; `held` has none twice. Raises UnevenError.
-    """
-    if _apart(read, held):
-        return None
-    reads, holds = _axes(read, target), _axes(held, source)
-    repeats = [axis for axis in reads if axis[0] == 0]
-    reads = [axis for axis in reads if axis[0]]
-    # An address is a sum of digits, one a level, if each level divides the one above.
-    levels = sorted({1, *(axis[0] for axis in (*reads, *holds))}, reverse=True)
-    if levels[-1] == 0 or any(upper % lower for upper, lower in pairwise(levels)):
-        raise UnevenError
-    read_at, held_at = _by_level(reads, levels), _by_level(holds, levels)
-
-    read_rest, held_rest = read.offset, held.offset
-    offset, target_offset = source.offset, target.offset
-    dims: list[tuple[int, int, int]] = []
-    apart = False
-    for upper, level in zip((None, *levels), levels, strict=False):
-        size, target_step = read_at.get(level, (1, 0))
-        held_size, step = held_at.get(level, (1, 0))
-        start, read_rest = divmod(read_rest, level)
-        held_start, held_rest = divmod(held_rest, level)
-        end, held_end = start + size, held_start + held_size
-        if upper is not None and max(end, held_end) > upper // level:
-            raise UnevenError
-        low, high = max(start, held_start), min(end, held_end)
-        apart |= low >= high
-        offset += (low - held_start) * step
-        target_offset += (low - start) * target_step
-        if high - low > 1:
-            dims.append((high - low, step, target_step))
-    # Not before every level is known to carry nothing over into the next.
-    if apart:
-        return None
-    dims += [(size, 0, step) for _, size, step in repeats]
-    shape = tuple(dim[0] for dim in dims)
-    return (
-        View(offset, shape, tuple(dim[1] for dim in dims)),
-        View(target_offset, shape, tuple(dim[2] for dim in dims)),
-    )
-
-
-def _axes(box: View, other: View) -> list[tuple[int, int, int]]:
-    """(stride, size, stride in the other box) of the dims along which there is more than one."""
-    return [axis for axis in zip(box.stride, box.shape, other.stride, strict=True) if axis[1] != 1]
-
-
-def _by_level(
-    axes: Iterable[tuple[int, int, int]], levels: Sequence[int]
-) -> dict[int, tuple[int, int]]:
-    """(size, stride in the other box) at each level, an axis that spans several cut up."""
-    found: dict[int, tuple[int, int]] = {}
-
-    def put(level: int, size: int, step: int) -> None:
-        if level in found:
-            raise UnevenError
-        found[level] = size, step
-
-    for level, size, step in axes:
-        for upper in reversed(levels[: levels.index(level)]):
-            radix = upper // level
-            if size <= radix:
-                break
-            if size % radix:
-                raise UnevenError
-            put(level, radix, step)
-            level, size, step = upper, size // radix, step * radix
-        put(level, size, step)
-    return found
-
-
-def _apart(one: View, other: View) -> bool:
-    """Whether the addresses of one box all come before the other's; true of an empty one."""
-    return (
-        0 in one.shape or 0 in other.shape or _last(one) < other.offset or _last(other) < one.offset
-    )
-
-
-def _last(box: View) -> int:
-    return box.offset + sum(
-        (size - 1) * stride for size, stride in zip(box.shape, box.stride, strict=True)
-    )
 
 
 # --- Storages ----------------------------------------------------------------
@@ -340,83 +257,6 @@ def _settled(held: _Held) -> list[_Piece]:
     return settled
 
 
-# --- Operations --------------------------------------------------------------
-
-_COPY = torch.ops.aten.copy_.default
-_CAT = torch.ops.aten.cat.default
-_STACK = torch.ops.aten.stack.default
-_REARRANGING = {_CAT, _STACK, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
-#: Views by their schema, which change values.
-_COMPUTING_VIEWS = {torch.ops.aten._conj.default, torch.ops.aten._neg_view.default}
-
-
-def _names(names: str) -> set[str]:
-    return {f"aten::{name}" for name in names.split()}
-
-
-#: Read a tensor's shape and dtype alone; `_unsafe_view` is a view that its schema does not show.
-_NOT_READING = _names(
-    "empty_like full_like ones_like rand_like randint_like randn_like zeros_like "
-    "new_empty new_empty_strided new_full new_ones new_zeros _unsafe_view"
-)
-#: Do not read what they write to.
-_OVERWRITING = _names(
-    "fill_ zero_ normal_ uniform_ random_ exponential_ bernoulli_ _foreach_zero_ _foreach_copy_"
-)
-#: In words of the functions that loaders call.
-_CALLED = {"_to_copy": "to(dtype)", "_local_scalar_dense": "item"}
-
-
-@cache
-def _passes(operation: Any) -> bool:
-    """Whether what a result holds shows in its storage alone, or is no tensor's data."""
-    schema = operation._schema
-    return (
-        schema.name in _NOT_READING
-        or torch.Tag.inplace_view in operation.tags
-        or not any("Tensor" in str(argument.type) for argument in schema.arguments)
-        or (
-            operation not in _COMPUTING_VIEWS
-            and not _written(operation)
-            and bool(schema.returns)
-            and all(result.alias_info is not None for result in schema.returns)
-        )
-    )
-
-
-@cache
-def _written(operation: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operation writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(operation._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-@cache
-def _takes_data_out(operation: Any) -> bool:
-    return any("Tensor" not in str(result.type) for result in operation._schema.returns)
-
-
-def _called(operation: Any) -> str:
-    name = str(operation._schema.name).removeprefix("aten::")
-    return _CALLED.get(name, name)
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A copy to another device stays here."""
-    return kwargs if kwargs.get("device") is None else kwargs | {"device": torch.device("meta")}
-
-
 # --- The mode ----------------------------------------------------------------
 
 
@@ -469,11 +309,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _COPY:
+        if func is COPY:
             return self._copy(args[0], args[1])
-        if _passes(func):
+        if passes(func):
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func in _REARRANGING:
+        if func in REARRANGING:
             return self._rearrange(func, args, kwargs or {})
         return self._compute(func, args, kwargs or {})
 
@@ -496,7 +336,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
         if not self._carries(source):
             self._overwrite(target, "copy_")
-            result: torch.Tensor = _COPY(target, source)
+            result: torch.Tensor = COPY(target, source)
             return result
         if target.shape != source.shape:
             source = source.expand(target.shape)
@@ -504,14 +344,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return target
 
     def _rearrange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        joins = func in (_CAT, _STACK)
+        joins = func in (CAT, STACK)
         parts: Sequence[torch.Tensor] = args[0] if joins else args[:1]
         if not any(self._carries(part) for part in parts):
             return func(*args, **kwargs)
         dtypes = {part.dtype for part in parts} | ({kwargs.get("dtype")} - {None})
         if len(dtypes) > 1 or len({part.device for part in parts}) > 1:
             return self._compute(func, args, kwargs)
-        result = func(*args, **_on_meta(kwargs))
+        result = func(*args, **on_meta(kwargs))
         # Concatenation takes parts of shape (0,) among any others.
         parts = [part for part in parts if part.numel()]
         places: Sequence[torch.Tensor] = [result] if parts else []
@@ -519,7 +359,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
             places = (
                 result.unbind(dim)
-                if func is _STACK
+                if func is STACK
                 else result.split([part.shape[dim] for part in parts], dim)
             )
         for place, part in zip(places, parts, strict=True):
@@ -528,16 +368,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        read = list(_tensors_in((*args, *kwargs.values())))
+        read = list(tensors_in((*args, *kwargs.values())))
         if not any(self._carries(tensor) for tensor in read):
             return func(*args, **kwargs)
-        name = _called(func)
+        name = called(func)
         written = [
             tensor
-            for position, argument in _written(func)
-            for tensor in _tensors_in(args[position : position + 1] or kwargs.get(argument))
+            for position, argument in written_by(func)
+            for tensor in tensors_in(args[position : position + 1] or kwargs.get(argument))
         ]
-        if func._schema.name in _OVERWRITING:
+        if func._schema.name in OVERWRITING:
             read = [one for one in read if not any(one is other for other in written)]
         causes: dict[int, _Cause] = {}
         for tensor in read:
@@ -546,16 +386,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             for tensor in written:
                 self._overwrite(tensor, name)
             return func(*args, **kwargs)
-        if _takes_data_out(func):
+        if takes_data_out(func):
             self._need(causes)
         try:
-            result = func(*args, **_on_meta(kwargs))
+            result = func(*args, **on_meta(kwargs))
         except Exception as error:
             # Fails only here, where there is no data, or some of it is on another device.
             if isinstance(error, NotImplementedError) or len({one.device for one in read}) > 1:
                 self._need(causes)
             raise
-        for tensor in (*written, *_tensors_in(result)):
+        for tensor in (*written, *tensors_in(result)):
             self._spoil(tensor, causes)
         return result
 
@@ -580,7 +420,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         held = self._held.get(key)
         if held is None:
             return {}
-        pieces = (one for one in held.pieces if view is None or not _apart(view, one[0]))
+        pieces = (one for one in held.pieces if view is None or not disjoint(view, one[0]))
         return {index: cause for _, index, _ in pieces} | held.spoiled
 
     def _holder(self, tensor: torch.Tensor) -> _Held:

@@ -36,8 +36,9 @@ class LiveParam(msgspec.Struct, frozen=True):
     """One live parameter or buffer in load format.
 
     `view` is the parameter inside its storage; parameters that share a storage
-    are listed once, with the other names in `aliases`. `owner` is the class of
-    the module that holds it, `loader` its loader's qualified name.
+    are listed once, by the one that shows most of it, with the other names in
+    `aliases`. `owner` is the class of the module that holds it, `loader` the
+    qualified name of its own loader, empty where it has none.
     `not_direct` says why writing it directly is not all there is to do on the
     target platform, None where that is known. `parameter` is False for a buffer.
     """
@@ -55,7 +56,8 @@ class LiveParam(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     """Why what a loader does with a tensor can't be recorded.
 
-    `op` is the operation that needs the data, `loader` who called it.
+    `op` is the operation that needs the data, or how else the tensor gets where
+    no copy shows it; `loader` is the function that called it.
     """
 
     tensor: int
@@ -66,8 +68,11 @@ class Refusal(msgspec.Struct, frozen=True):
 class Recording(msgspec.Struct, frozen=True):
     """One rank. `unknown` are tensors that the model's `load_weights` raised on, with its words.
 
-    A tensor that is in no copy, refusal or `unknown` was accepted and not read
-    (another rank's expert), or skipped.
+    `copies` are by parameter, then in the order in which they were made: a later
+    one wins where two overlap. A tensor that is refused may also be in copies,
+    which then do not say all. A tensor that is in no copy, refusal or `unknown`
+    was accepted and not read (another rank's expert), or skipped. Elements that
+    no copy fills are as they were, or constants of the loader's.
     """
 
     rank: int

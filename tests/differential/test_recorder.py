@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from m2ncompile.engine import recorder
-from m2ncompile.engine.recorder import UnevenError, record, record_load, through
+from m2ncompile.engine.boxes import UnevenError, through
+from m2ncompile.engine.recorder import record, record_load
 from m2ncompile.engine.recording import Copy, Recording, View
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import EngineError
@@ -1159,6 +1160,7 @@ def dense(view: View, start: int) -> View:
 
 @settings(max_examples=1000, deadline=None)
 @given(read=boxes(repeats=True), held=boxes(repeats=False))
+@example(read=View(40, (2, 8), (8, 1)), held=View(26, (8,), (2,)))
 def test_through(read: View, held: View) -> None:
     target, source = dense(read, 5), dense(held, 7)
     came_from = dict(zip(addresses(held), addresses(source), strict=True))

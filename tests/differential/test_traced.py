@@ -265,6 +265,38 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert any(says in text for text in found), found
 
 
+def test_a_missing_expert_is_found(build) -> None:
+    with pytest.raises(InventoryError) as caught:
+        build(
+            "Qwen3-30B-A3B",
+            "tp = 2",
+            num_hidden_layers=2,
+            num_experts=4,
+            change=drop("model.layers.1.mlp.experts.2.up_proj.weight"),
+        )
+    assert {p.where for p in caught.value.problems} == {
+        "model.layers.1.mlp.experts.routed_experts.w13_weight"
+    }
+
+
+def test_a_bias_that_one_worker_adds(build) -> None:
+    """gpt-oss: the other workers fill their copy with zeros."""
+    plan = build(
+        "gpt-oss-20b",
+        "tp = 2",
+        quantization_config=None,
+        torch_dtype="bfloat16",
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    assert {r for found in routes(plan).values() for r in found} <= {
+        "direct",
+        "reload (post-load)",
+        "reload (strided)",
+        "reload (unit)",
+    }
+
+
 def test_all_that_does_not_agree_is_listed(build) -> None:
     def change(tensors: dict[str, TensorInfo]) -> None:
         add("model.layers.0.extra.weight", (4,))(tensors)
