@@ -123,6 +123,9 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     #: `hsdp`: dim 0 over groups of `shard_ranks`, replicated between groups.
     layout: Literal["ddp", "fsdp", "hsdp"]
     shard_ranks: Count | None = None
+    #: Tensors that the preset does not split evenly: `error`, or `replicate`,
+    #: for a trainer that holds or gathers them whole.
+    uneven: Literal["error", "replicate"] = "error"
     #: The first rule that matches a tensor decides; the preset decides the rest.
     rules: tuple[RuleSpec, ...] = ()
 

@@ -49,6 +49,20 @@ def test_first_matching_rule_decides() -> None:
     )
 
 
+def test_what_does_not_divide_can_be_replicated() -> None:
+    tensors = (*TENSORS[:1], TensorInfo("gate", "bfloat16", (1, 4)), TensorInfo("s", "float32", ()))
+    trainer = TrainerSpec(
+        ranks=4,
+        layout="fsdp",
+        uneven="replicate",
+        rules=(RuleSpec(match="s", placements=(0, "replicate")),),
+    )
+    preset = Layout(Mesh((4, 1), 0), (0, REPLICATE))
+    assert source_layouts(trainer, tensors) == (preset, Layout(Mesh((4, 1), 0), None), preset)
+    kept = TrainerSpec(ranks=4, layout="fsdp")
+    assert source_layouts(kept, tensors) == (preset,) * 3
+
+
 def test_rules_that_decide_nothing_are_listed() -> None:
     trainer = TrainerSpec(
         ranks=4,

@@ -50,7 +50,7 @@ def test_defaults(write, tmp_path: Path) -> None:
     assert spec.model.name == "model"
     assert (spec.engine.tp, spec.engine.ep, spec.engine.pp, spec.engine.dp) == (2, 1, 1, 1)
     assert spec.engine.dtype == spec.engine.quantization == "auto"
-    assert spec.resolver.name == "vllm"
+    assert spec.resolver.name == "traced"
     assert (spec.limits.max_dims, spec.limits.max_sources, spec.limits.max_destinations) == (
         3,
         16,

@@ -4,7 +4,7 @@ usage: python tools/bench_routes.py [MODEL...]
 
 "sharded" is the share of bytes that no worker receives whole against its need
 (direct and reload); "wire" is what one worker receives in a sync, the most of
-all workers. Build time is wall clock of the whole command for the traced plan,
+all workers; what does not divide by four lies whole on each trainer. Build time is wall clock of the whole command for the traced plan,
 peak its largest process.
 """
 
@@ -35,14 +35,6 @@ WIDE = {
     "GLM-4.5-Air": ["tp 8", "ep 8"],
     "gpt-oss-20b": ["tp 8", "ep 8"],
 }
-_SCALES = '[[trainer.rules]]\nmatch = "*.weight_scale_inv"\nplacements = "replicated"\n'
-#: Where dim 0 does not divide by the trainer's ranks.
-RULES = {
-    "gpt2": '[[trainer.rules]]\nmatch = "wte.weight"\nplacements = [1, "replicate"]\n',
-    "DeepSeek-V3": _SCALES,
-    "Kimi-K2-Instruct": _SCALES,
-    "Qwen3-30B-A3B-FP8": _SCALES,
-}
 
 
 def main() -> None:
@@ -71,8 +63,8 @@ def row(folder: Path, layout: str) -> str:
     )
     theirs = ("", "") if isinstance(vllm, str) else (f"{sharded(vllm):.1f}%", f"{wire(vllm):.2f}")
     return (
-        f"| {folder.name} | {layout} | {traced['tensors']:,} | {sharded(traced):.1f}% | {theirs[0]} "
-        f"| {wire(traced):.2f} | {theirs[1]} | {seconds:.1f} | {peak / 1e6:.0f} | {fallback} |"
+        f"| {folder.name} | {layout} | {traced['tensors']:,} | {sharded(traced):.1f}% "
+        f"| {theirs[0]} | {wire(traced):.2f} | {theirs[1]} | {seconds:.1f} | {peak / 1e6:.0f} | {fallback} |"
     )
 
 
@@ -92,7 +84,7 @@ def build(folder: Path, layout: str, resolver: str) -> tuple[dict[str, Any] | st
         spec.write_text(
             f'[model]\npath = "{folder}"\n'
             f'[engine]\nversion = "0.33.0"\ntarget = "cuda-sm90"\n{LAYOUTS[layout]}\n'
-            f'[trainer]\nranks = 4\nlayout = "fsdp"\n{RULES.get(folder.name, "")}'
+            f'[trainer]\nranks = 4\nlayout = "fsdp"\nuneven = "replicate"\n'
             f'[resolver]\nname = "{resolver}"\n'
         )
         start = time.perf_counter()

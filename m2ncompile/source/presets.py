@@ -16,7 +16,8 @@ __all__ = ["source_layouts"]
 def source_layouts(trainer: TrainerSpec, tensors: tuple[TensorInfo, ...]) -> tuple[Layout, ...]:
     """One layout per tensor, over trainer ranks `[0, ranks)`.
 
-    The first matching rule decides, then the preset. Meshes and placements are
+    The first matching rule decides, then the preset, and `trainer.uneven` where
+    that does not split a tensor evenly. Meshes and placements are
     spelled as vLLM's trainer spells them (a 1-D mesh gets a second axis of size
     1), since its source digest covers the spelling.
 
@@ -28,6 +29,8 @@ def source_layouts(trainer: TrainerSpec, tensors: tuple[TensorInfo, ...]) -> tup
     layouts = []
     for tensor in tensors:
         layout = preset
+        if trainer.uneven == "replicate" and not _divides(preset, tensor.shape):
+            layout = Layout(preset.mesh, None)
         for index, (matches, ruled) in enumerate(rules):
             if matches(tensor.name):
                 layout, used[index] = ruled, True
@@ -65,6 +68,13 @@ def _preset(trainer: TrainerSpec) -> Layout:
             assert trainer.shard_ranks is not None
             groups = trainer.ranks // trainer.shard_ranks
             return Layout(Mesh((groups, trainer.shard_ranks), 0), (REPLICATE, 0))
+
+
+def _divides(layout: Layout, shape: tuple[int, ...]) -> bool:
+    if layout.split is None:
+        return True
+    dim, shards = layout.split
+    return dim < len(shape) and shape[dim] % shards == 0
 
 
 def _rule_layout(rule: RuleSpec, preset: Layout) -> Layout:
