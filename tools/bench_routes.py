@@ -4,8 +4,8 @@ usage: python tools/bench_routes.py [MODEL...]
 
 "sharded" is the share of bytes that no worker receives whole against its need
 (direct and reload); "wire" is what one worker receives in a sync, the most of
-all workers; what does not divide by four lies whole on each trainer. Build time is wall clock of the whole command for the traced plan,
-peak its largest process.
+all workers. What does not divide by four lies whole on each trainer. Build time is
+wall clock of the whole command for the traced plan, peak its largest process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def row(folder: Path, layout: str) -> str:
     theirs = ("", "") if isinstance(vllm, str) else (f"{sharded(vllm):.1f}%", f"{wire(vllm):.2f}")
     return (
         f"| {folder.name} | {layout} | {traced['tensors']:,} | {sharded(traced):.1f}% "
-        f"| {theirs[0]} | {wire(traced):.2f} | {theirs[1]} | {seconds:.1f} | {peak / 1e6:.0f} | {fallback} |"
+        f"| {theirs[0]} | {wire(traced):.2f} | {theirs[1]} | {seconds:.1f} "
+        f"| {peak / 1e6:.0f} | {fallback} |"
     )
 
 
