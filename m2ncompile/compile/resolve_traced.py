@@ -59,11 +59,12 @@ def check_accepted(
                 f"the model's loaders leave {unread} of its {prod(tensor.shape)} elements unread",
                 f"its shape {list(tensor.shape)} may be that of another model",
             )
+    # A bias that ranks add up is given to one of them.
+    filled = {r.params[copy.param].name for r in recordings for copy in r.copies}
     for recording in recordings:
-        filled = {copy.param for copy in recording.copies}
-        for index, param in enumerate(recording.params):
+        for param in recording.params:
             optional = quantized and prod(param.view.shape) == 1
-            if param.parameter and index not in filled and not refused and not optional:
+            if param.parameter and param.name not in filled and not refused and not optional:
                 problems.add(
                     param.name,
                     f"no tensor fills this parameter of {param.owner} on worker {recording.rank}",
@@ -154,7 +155,7 @@ def resolve_traced(
         source = sources[index]
         if found is None or name is None:
             assert reason is not None
-            wire = Wire(0, tensors[index].shape, source)
+            wire = Wire(0, _folded(tensors[index].shape, source, max_dims), source)
             destinations.append(Destination(index, wire, "fallback", everywhere, None, reason))
             continue
         reason = reason or held_back.get(name.rpartition(".")[0])
@@ -170,6 +171,14 @@ def resolve_traced(
             )
         )
     return tuple(destinations)
+
+
+def _folded(shape: tuple[int, ...], source: Layout, max_dims: int) -> tuple[int, ...]:
+    """A shape in at most `max_dims` dims, the last ones as one, where none of them is sharded."""
+    last = max_dims - 1
+    if len(shape) <= max_dims or (source.split is not None and source.split[0] >= last):
+        return shape
+    return (*shape[:last], prod(shape[last:]))
 
 
 def _agreed_params(recordings: Sequence[Recording]) -> dict[str, LiveParam]:
