@@ -176,6 +176,13 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
                     f"covers ranks [{mesh.start}, {mesh.stop}), outside of the {side} ranks "
                     f"[{ranks.start}, {ranks.stop})",
                 )
+    for geometry, held in sorted({(t.geometry, t.source) for t in plan.tensors}):
+        try:
+            local_shape(layouts[held], plan.geometries[geometry].shape)
+        except LayoutError as error:
+            for tensor in plan.tensors:
+                if (tensor.geometry, tensor.source) == (geometry, held):
+                    problems.add(tensor.name, f"on the trainer {error}")
     _check_moves(plan, layouts, problems)
     _check_landings(plan, layouts, problems)
 

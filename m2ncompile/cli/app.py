@@ -12,6 +12,7 @@ from m2ncompile.cli.build import build_command
 from m2ncompile.cli.cache import cache_app
 from m2ncompile.cli.explain import explain_command
 from m2ncompile.cli.show import show_command
+from m2ncompile.cli.verify import verify_command
 from m2ncompile.errors import M2nCompileError
 
 __all__ = ["app", "main"]
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("build")(build_command)
 app.command("show")(show_command)
 app.command("explain")(explain_command)
+app.command("verify")(verify_command)
 app.add_typer(cache_app, name="cache")
 
 

@@ -184,7 +184,7 @@ def resolve_traced(
         source = sources[index]
         if found is None or name is None:
             assert reason is not None
-            wire = Wire(0, tensors[index].shape, source)
+            wire = Wire(0, _folded(tensors[index].shape, source, max_dims), source)
             destinations.append(Destination(index, wire, "fallback", everywhere, None, reason))
             continue
         reason = reason or held_back.get(name.rpartition(".")[0])
@@ -200,6 +200,14 @@ def resolve_traced(
             )
         )
     return tuple(destinations)
+
+
+def _folded(shape: tuple[int, ...], source: Layout, max_dims: int) -> tuple[int, ...]:
+    """A shape in at most `max_dims` dims, the last ones as one, where none of them is sharded."""
+    last = max_dims - 1
+    if len(shape) <= max_dims or (source.split is not None and source.split[0] >= last):
+        return shape
+    return (*shape[:last], prod(shape[last:]))
 
 
 def _agreed_params(recordings: Sequence[Recording]) -> dict[str, LiveParam]:

@@ -14,6 +14,7 @@ from math import gcd, prod
 
 from m2ncompile.compile.resolve_traced import piece_of_copy
 from m2ncompile.compile.strided import Dim, Piece, canonical, merged
+from m2ncompile.compile.validate_routes import route_problems, trainer_problems
 from m2ncompile.engine.recording import Recording
 from m2ncompile.errors import PlanError, Problems
 from m2ncompile.layout import Layout, shard_box
@@ -33,6 +34,8 @@ def validate(plan: Plan, recordings: Sequence[Recording]) -> None:
     """
     problems = Problems()
     _check_senders(plan, problems)
+    problems.extend(trainer_problems(plan))
+    problems.extend(route_problems(plan, recordings))
     layouts = layouts_of(plan)
     fallen = {d.tensor for d in plan.destinations if d.route == "fallback"}
     first = plan.inputs.trainer.ranks
