@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from m2ncompile.engine.hf_classes import kept_classes
 from m2ncompile.engine.kernels import planning_kernels
 from m2ncompile.errors import EngineError, Problem
 from m2ncompile.quiet import captured_output
@@ -115,7 +116,11 @@ class MetaEngine:
                 f"of {self.spec.workers} (tp {self.spec.tp}, ep {self.spec.ep}, "
                 f"pp {self.spec.pp}, dp {self.spec.dp})"
             )
-            with set_current_vllm_config(config), _groups(self.spec, rank):
+            with (
+                set_current_vllm_config(config),
+                _groups(self.spec, rank),
+                kept_classes(config.model_config.hf_config),
+            ):
                 with (
                     _vllm_errors(refusal),
                     planning_kernels(self.spec.target),

@@ -11,6 +11,7 @@ import pytest
 from m2ncompile.engine.inspect_params import worker_facts
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import EngineError
+from m2ncompile.inventory import read_inventory
 from m2ncompile.spec import EngineSpec
 
 pytestmark = pytest.mark.engine
@@ -72,6 +73,15 @@ def test_nothing_is_allocated(small) -> None:
     with engine.worker(0) as model:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         assert sum(p.numel() for p in model.parameters()) > 70e9
+
+
+def test_transformers_classes_are_put_back(small) -> None:
+    """OLMo-2 runs on classes of transformers, which vLLM changes in place."""
+    folder = small("OLMo-2-1124-7B", num_hidden_layers=1)
+    for _ in range(2):
+        found = worker_facts(MetaEngine(engine_spec(tp=2), folder), 0)
+        assert found.params
+        assert read_inventory(folder).tensors
 
 
 def test_groups_are_put_back_and_can_not_communicate(small) -> None:
