@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format golden bench clean
+.PHONY: help demo test sweep lint format golden bench clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -22,7 +22,10 @@ demo: $(VENV)/.ready ## Build and show a plan for Qwen3-0.6B
 	$(BIN)/m2ncompile explain build/qwen3-0.6b-fsdp4-tp2.plan.json model.layers.0.mlp.down_proj.weight
 
 test: $(VENV)/.ready ## Run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+sweep: $(VENV)/.ready ## Verify every model on more layouts (slow)
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.ready ## Check style and types
 	$(BIN)/ruff check .
@@ -36,8 +39,9 @@ format: $(VENV)/.ready ## Format the code
 golden: $(VENV)/.ready ## Rebuild the checked-in plans
 	$(BIN)/m2ncompile build plans/*.toml --no-cache --output plans
 
-bench: $(VENV)/.ready ## Print the table of build times, sizes and load times
+bench: $(VENV)/.ready ## Print the tables of docs/figures.md (20 minutes)
 	$(BIN)/python tools/bench_build.py
+	$(BIN)/python tools/bench_routes.py
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

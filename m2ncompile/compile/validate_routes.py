@@ -16,7 +16,7 @@ from m2ncompile.compile.resolve_traced import pieces_by_tensor
 from m2ncompile.compile.spread import InexpressibleError, carry
 from m2ncompile.engine.recording import LiveParam, Recording
 from m2ncompile.errors import Problem
-from m2ncompile.inventory.records import TensorInfo
+from m2ncompile.inventory.records import Inventory, TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
@@ -146,16 +146,19 @@ def _receiver_problems(plan: Plan) -> Iterator[Problem]:
 
 
 def trainer_problems(plan: Plan) -> Iterator[Problem]:
-    """Every tensor lies on the trainer as the inputs say, and is sent by the ranks that hold it."""
-    layouts = layouts_of(plan)
+    """The tensors are the inventory's, lie on the trainer as the inputs say, and come from there.
+
+    With exclusions the inventory is not known from the plan.
+    """
+    model, layouts = plan.inputs.model, layouts_of(plan)
     shapes = [plan.geometries[tensor.geometry] for tensor in plan.tensors]
-    held = source_layouts(
-        plan.inputs.trainer,
-        tuple(
-            TensorInfo(tensor.name, plan.dtypes[geometry.dtype], geometry.shape)
-            for tensor, geometry in zip(plan.tensors, shapes, strict=True)
-        ),
+    tensors = tuple(
+        TensorInfo(tensor.name, plan.dtypes[geometry.dtype], geometry.shape)
+        for tensor, geometry in zip(plan.tensors, shapes, strict=True)
     )
+    if not model.exclude and Inventory(model.origin, tensors).digest != model.inventory:
+        yield Problem("tensors", f"they are not those of the inventory {model.inventory}")
+    held = source_layouts(plan.inputs.trainer, tensors)
     for tensor, layout in zip(plan.tensors, held, strict=True):
         if layouts[tensor.source] != layout:
             yield Problem(

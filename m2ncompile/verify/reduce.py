@@ -64,7 +64,7 @@ def reduced_config(
     """
     ranks = lcm(trainer_ranks, tp * dp, ep)
     blocks = lcm(*_blocks(config.get("quantization_config") or {}))
-    #: What scales of quantization blocks are cut by, in elements of the weight.
+    #: What quantized sizes are cut by: each rank may get scales of whole blocks.
     cut = ranks * blocks if blocks > 1 else ranks
     small = dict(config)
     width = small_width = 0
@@ -72,18 +72,18 @@ def reduced_config(
     def shrink(keys: tuple[str, ...], unit: int, least: int) -> None:
         for key in keys:
             if isinstance(size := config.get(key), int):
-                small[key] = _shrunk(size, lcm(unit, cut), least)
+                small[key] = _shrunk(size, unit, least)
                 # A matrix that is not square stays so.
                 if size != width and small[key] == small_width:
-                    small[key] = _shrunk(size, lcm(unit, cut), small[key] + 1)
+                    small[key] = _shrunk(size, unit, small[key] + 1)
 
-    shrink(_HEAD_DIMS, 32, 32)
+    shrink(_HEAD_DIMS, lcm(32, cut), 32)
     _shrink_heads(config, small, tp, ranks)
     width, small_width = _shrink_width(config, small, cut)
-    shrink(("vocab_size",), _VOCABULARY * tp, _VOCABULARY * tp)
-    shrink(_INNER, _INTERMEDIATE * tp, _INTERMEDIATE * tp)
-    shrink(_RANKS, 128, 128)
-    shrink(("n_ctx", "n_positions"), 64, 64)
+    shrink(("vocab_size",), lcm(_VOCABULARY * tp, ranks), _VOCABULARY * tp)
+    shrink(_INNER, lcm(_INTERMEDIATE * tp, cut), _INTERMEDIATE * tp)
+    shrink(_RANKS, lcm(128, cut), 128)
+    shrink(("n_ctx", "n_positions"), lcm(64, ranks), 64)
     _shrink_experts(config, small, ranks, tp * dp)
     _shrink_layers(small)
     _shrink_positions(config, small)
@@ -144,17 +144,16 @@ def _shrink_width(config: Mapping[str, Any], small: dict[str, Any], cut: int) ->
     key = next(key for key in _WIDTHS if key in config)
     many = next(many for many, _ in _HEADS if many in config)
     width: int = config[key]
-    if "head_dim" not in config and "kv_lora_rank" not in config:
-        # The heads are the width cut up.
+    cut_up = width == config[many] * (config.get("head_dim") or width // config[many])
+    if cut_up and "kv_lora_rank" not in config:
+        # The heads are the width cut up, and stay so.
         head = _shrunk(width // config[many], lcm(32, cut), 32)
         small[key] = small[many] * head
-        return width, small[key]
-    unit = lcm(_HIDDEN, cut)
-    small[key] = _shrunk(width, unit, _HIDDEN)
-    # Where they are not, they must not become so.
-    apart = width != config[many] * config.get("head_dim", 0)
-    if apart and small[key] == small[many] * small.get("head_dim", 0):
-        small[key] = _shrunk(width, unit, small[key] + 1)
+    else:
+        unit = lcm(_HIDDEN, cut)
+        small[key] = _shrunk(width, unit, _HIDDEN)
+        if small[key] == small[many] * (small.get("head_dim") or 0):
+            small[key] = _shrunk(width, unit, small[key] + 1)
     return width, small[key]
 
 

@@ -207,9 +207,9 @@ class _Worker:
             if self._param(arrival) == name and _covers(self._plan, arrival, place, first)
         ]
         self._problem(
-            ", ".join(senders) or "(no tensor)",
+            ", ".join(senders) or name,
             f"{name} is not as load_weights makes it: {len(unequal)} of {expected.numel()} "
-            f"elements differ, the first at {first}",
+            f"elements differ, the first at {first}" + ("" if senders else ", where nothing lands"),
         )
 
 
