@@ -6,7 +6,10 @@ and no engine, and recomputes all digests from the content.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -33,9 +36,22 @@ def load(path: Path) -> Plan:
 
 def loads(data: bytes, where: str = "plan") -> Plan:
     """Decode and check a plan's bytes; `where` names them in errors."""
-    plan = decode(data, where)
-    check(plan, where)
+    with _no_collection():
+        plan = decode(data, where)
+        check(plan, where)
     return plan
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tens of thousands of records that all stay make the collector run for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def layouts_of(plan: Plan) -> tuple[Layout, ...]:
@@ -249,21 +265,20 @@ def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems)
             rooms.append(1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
     held = []
     boxes: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}  # few, at many offsets
-    for index, landing in enumerate(plan.landings):
-        if landing.dims not in boxes:
-            steps = [n > 0 and step > 0 for n, step in landing.dims]
-            reach = 1 + sum((n - 1) * step for n, step in landing.dims)
-            boxes[landing.dims] = (
-                (prod(n for n, _ in landing.dims), reach) if all(steps) else (0, 0)
-            )
-        numel, reach = boxes[landing.dims]
-        sound = numel > 0 and len(landing.offsets) > 0 and min(landing.offsets) >= 0
+    fields = map(attrgetter("param", "offsets", "dims"), plan.landings)
+    for index, (param_index, places, dims) in enumerate(fields):
+        if dims not in boxes:
+            reach = 1 + sum((n - 1) * step for n, step in dims)
+            forward = all(n > 0 and step > 0 for n, step in dims)
+            boxes[dims] = (prod(n for n, _ in dims), reach) if forward else (0, 0)
+        numel, reach = boxes[dims]
         held.append(numel)
-        if not sound or max(landing.offsets) + reach > rooms[landing.param]:
+        first, last = (places[0], places[0]) if len(places) == 1 else _ends(places)
+        if not numel or first < 0 or last + reach > rooms[param_index]:
             problems.add(
                 f"landings[{index}]",
-                f"reaches outside of {plan.params[landing.param].name}, which has "
-                f"{rooms[landing.param]} elements",
+                f"reaches outside of {plan.params[param_index].name}, which has "
+                f"{rooms[param_index]} elements",
             )
     shards = {}
     for wire, layout in set(map(attrgetter("wire", "layout"), plan.destinations)):
@@ -287,6 +302,10 @@ def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems)
                 f"its landing has {held[landing_index]} elements and {offsets[landing_index]} "
                 f"offsets, for shards of {shards[wire, layout]} on {ranks[layout]} ranks",
             )
+
+
+def _ends(places: tuple[int, ...]) -> tuple[int, int]:
+    return (min(places), max(places)) if places else (-1, -1)
 
 
 def wire_digests(plan: Plan) -> tuple[str, str | None]:

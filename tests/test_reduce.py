@@ -17,7 +17,15 @@ from m2ncompile.verify.reduce import reduced_config
 
 MODELS = sorted(path.name for path in (Path(__file__).parents[1] / "plans" / "models").iterdir())
 #: (tp, ep, dp, trainer ranks)
-LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 4), (4, 4, 1, 8), (8, 1, 1, 8), (2, 4, 2, 6), (16, 1, 1, 64)]
+LAYOUTS = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 4),
+    (4, 4, 1, 8),
+    (8, 1, 1, 8),
+    (2, 4, 2, 6),
+    (5, 1, 1, 5),
+    (16, 1, 1, 64),
+]
 WIDTHS = ("hidden_size", "n_embd")
 SIZES = (
     *WIDTHS,
@@ -95,6 +103,7 @@ def test_real_models(models: Path, model: str, layout: tuple[int, int, int, int]
             assert small[experts] >= min(config[experts], 2 * tp * dp)
             assert small["num_experts_per_tok"] <= small[experts] // (small.get("n_group") or 1)
             assert small[experts] % (small.get("n_group") or 1) == 0
+            assert (small.get("n_group") or 1) == min(config.get("n_group") or 1, 2)
             assert (small.get("topk_group") or 1) <= (small.get("n_group") or 1)
 
 

@@ -128,8 +128,6 @@ def _fewer_groups(groups: int, ratio: int, tp: int, ranks: int) -> int:
     Several on each rank stay so; fewer than ranks are copied to several, so their
     number stays, as does the ratio, which says where one tensor of all of them is cut.
     """
-    if groups < tp:
-        return groups
     fewer = min(groups, 2 * tp)
     while (gcd(fewer, ranks), gcd(fewer * ratio, ranks)) != (
         gcd(groups, ranks),
