@@ -39,7 +39,7 @@ format: $(VENV)/.ready ## Format the code
 golden: $(VENV)/.ready ## Rebuild the checked-in plans
 	$(BIN)/m2ncompile build plans/*.toml --no-cache --output plans
 
-bench: $(VENV)/.ready ## Print the tables of docs/figures.md (20 minutes)
+bench: $(VENV)/.ready ## Print the tables of docs/figures.md (half an hour)
 	$(BIN)/python tools/bench_build.py
 	$(BIN)/python tools/bench_routes.py
 
