@@ -130,26 +130,32 @@ class PlanWire(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanLanding(msgspec.Struct, frozen=True, array_like=True):
-    """Where a shard belongs in a live parameter's storage, in elements.
-
-    One offset for all ranks of the destination mesh, or one each; then the
-    (size, stride) dims of the received buffer.
-    """
+    """How a shard lies in a live parameter's storage: (size, stride) dims, in elements."""
 
     param: int
-    offsets: tuple[int, ...]
     dims: tuple[tuple[int, int], ...]
 
 
 class PlanDestination(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The integers index their tables. `fallback` has no landing, `direct` no reason."""
+    """The integers index their tables, except for `offset`.
+
+    `offset` is where the landing starts in the parameter's storage, in elements:
+    one for all ranks of the mesh, or one each. `fallback` has no landing,
+    `direct` no reason.
+    """
 
     tensor: int
     wire: int
     route: Route
     layout: int
     landing: int | None
+    offset: int | tuple[int, ...] | None
     reason: int | None
+
+    def offset_at(self, place: int) -> int:
+        """Where the shard of the mesh's rank number `place` starts; not for `fallback`."""
+        assert self.offset is not None
+        return self.offset if isinstance(self.offset, int) else self.offset[place]
 
 
 class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
@@ -178,6 +184,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def encoded(self) -> bytes:
+        """The file: as it was read, or the canonical bytes of a plan made here."""
         return encode(self)
 
     @property
@@ -259,7 +266,7 @@ def program_digest(plan: Plan) -> str:
         digest.update(_encoder.encode(getattr(plan, name)))
     digest.update(
         _encoder.encode(
-            [(d.tensor, d.wire, d.route, d.layout, d.landing) for d in plan.destinations]
+            [(d.tensor, d.wire, d.route, d.layout, d.landing, d.offset) for d in plan.destinations]
         )
     )
     return digest.hexdigest()
@@ -281,6 +288,8 @@ def decode(data: bytes, where: str = "plan") -> Plan:
         raise PlanError(f"{where}: not valid JSON: {error}") from None
     if plan.format.major != FORMAT.major:
         _check_format(data, where)
+    # A later minor version's file has fields that this reader drops: its bytes stay as they are.
+    plan.__dict__["encoded"] = data
     return plan
 
 

@@ -6,14 +6,12 @@ and no engine, and recomputes all digests from the content.
 
 from __future__ import annotations
 
-import gc
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
 from math import prod
 from operator import attrgetter
 from pathlib import Path
 
+from m2ncompile.collector import collector_paused
 from m2ncompile.dtypes import ITEMSIZE
 from m2ncompile.errors import LayoutError, PlanError, Problems
 from m2ncompile.layout import Layout, check_transfers, local_shape
@@ -36,22 +34,10 @@ def load(path: Path) -> Plan:
 
 def loads(data: bytes, where: str = "plan") -> Plan:
     """Decode and check a plan's bytes; `where` names them in errors."""
-    with _no_collection():
+    with collector_paused():
         plan = decode(data, where)
         check(plan, where)
     return plan
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Tens of thousands of records that all stay make the collector run for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def layouts_of(plan: Plan) -> tuple[Layout, ...]:
@@ -99,8 +85,12 @@ _TABLES = (
     "landings",
     "reasons",
 )
-#: Route -> (has no landing, has no reason).
-_FORMS = {"direct": (False, True), "reload": (False, False), "fallback": (True, False)}
+#: Route -> (has no landing, no offset, no reason).
+_FORMS = {
+    "direct": (False, False, True),
+    "reload": (False, False, False),
+    "fallback": (True, True, False),
+}
 
 
 def _check_tables(plan: Plan, problems: Problems) -> None:
@@ -150,14 +140,18 @@ def _check_records(plan: Plan, problems: Problems) -> None:
         used = set(map(attrgetter(table[:-1]), plan.destinations))
         for index in sorted(set(range(len(getattr(plan, table)))) - used):
             problems.add(f"{table}[{index}]", "no destination uses it")
-    forms = {(d.route, d.landing is None, d.reason is None) for d in plan.destinations}
-    if any(_FORMS[route] != (no_landing, no_reason) for route, no_landing, no_reason in forms):
+    forms = {
+        (d.route, (d.landing is None, d.offset is None, d.reason is None))
+        for d in plan.destinations
+    }
+    if any(_FORMS[route] != form for route, form in forms):
         for i, d in enumerate(plan.destinations):
-            if _FORMS[d.route] != (d.landing is None, d.reason is None):
+            if _FORMS[d.route] != (d.landing is None, d.offset is None, d.reason is None):
                 problems.add(
                     f"destinations[{i}]",
-                    "a direct route has a landing and no reason, reload has both, fallback has "
-                    f"a reason alone; got route {d.route}, landing {d.landing}, reason {d.reason}",
+                    "a direct route has a landing with an offset and no reason, reload has all, "
+                    f"fallback has a reason alone; got route {d.route}, landing {d.landing}, "
+                    f"offset {d.offset}, reason {d.reason}",
                 )
     carried = [d for transfer in plan.transfers for d in transfer.destinations]
     if sorted(carried) != list(range(len(plan.destinations))):
@@ -200,7 +194,8 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
                 if (tensor.geometry, tensor.source) == (geometry, held):
                     problems.add(tensor.name, f"on the trainer {error}")
     _check_moves(plan, layouts, problems)
-    _check_landings(plan, layouts, problems)
+    if not problems:
+        _check_landings(plan, layouts, problems)
 
 
 def _names(plan: Plan, fields: tuple[str, ...], values: object) -> list[str]:
@@ -263,49 +258,37 @@ def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems)
             return
         else:
             rooms.append(1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
-    held = []
-    boxes: dict[tuple[tuple[int, int], ...], tuple[int, int]] = {}  # few, at many offsets
-    fields = map(attrgetter("param", "offsets", "dims"), plan.landings)
-    for index, (param_index, places, dims) in enumerate(fields):
-        if dims not in boxes:
-            reach = 1 + sum((n - 1) * step for n, step in dims)
-            forward = all(n > 0 and step > 0 for n, step in dims)
-            boxes[dims] = (prod(n for n, _ in dims), reach) if forward else (0, 0)
-        numel, reach = boxes[dims]
-        held.append(numel)
-        first, last = (places[0], places[0]) if len(places) == 1 else _ends(places)
-        if not numel or first < 0 or last + reach > rooms[param_index]:
-            problems.add(
-                f"landings[{index}]",
-                f"reaches outside of {plan.params[param_index].name}, which has "
-                f"{rooms[param_index]} elements",
+    held, reaches = [], []
+    for index, (_, dims) in enumerate(map(attrgetter("param", "dims"), plan.landings)):
+        held.append(prod(n for n, _ in dims))
+        reaches.append(1 + sum((n - 1) * step for n, step in dims))
+        if any(n <= 0 or step <= 0 for n, step in dims):
+            problems.add(f"landings[{index}]", f"dims out of range: {list(dims)}")
+    if problems:
+        return
+    uses: defaultdict[tuple[int, int, int], list[int | tuple[int, ...]]] = defaultdict(list)
+    for d in plan.destinations:
+        if d.landing is not None and d.offset is not None:
+            uses[d.landing, d.wire, d.layout].append(d.offset)
+    for (index, wire, layout), starts in uses.items():
+        landing, ranks = plan.landings[index], layouts[layout].mesh.size
+        shard = prod(local_shape(layouts[layout], plan.geometries[plan.wires[wire].geometry].shape))
+        wrong = []
+        if held[index] != shard:
+            wrong.append(f"its landing has {held[index]} elements, its shards have {shard}")
+        several = [start for start in starts if not isinstance(start, int)]
+        if any(len(places) != ranks or len(set(places)) < 2 for places in several):
+            wrong.append(f"its offsets are neither one nor {ranks} that differ, one for each rank")
+        ends = [start for start in starts if isinstance(start, int)]
+        ends += [start for places in several for start in places]
+        if ends and not 0 <= min(ends) <= max(ends) <= rooms[landing.param] - reaches[index]:
+            wrong.append(
+                f"it reaches outside of {plan.params[landing.param].name}, which has "
+                f"{rooms[landing.param]} elements"
             )
-    shards = {}
-    for wire, layout in set(map(attrgetter("wire", "layout"), plan.destinations)):
-        moved = plan.geometries[plan.wires[wire].geometry].shape
-        try:
-            shards[wire, layout] = prod(local_shape(layouts[layout], moved))
-        except LayoutError:
-            return  # reported with the moves
-    ranks = [layout.mesh.size for layout in layouts]
-    offsets = [len(landing.offsets) for landing in plan.landings]
-    used = set(map(attrgetter("wire", "layout", "landing"), plan.destinations))
-    for wire, layout, landing_index in used:
-        if landing_index is None or (
-            held[landing_index] == shards[wire, layout]
-            and offsets[landing_index] in (1, ranks[layout])
-        ):
-            continue
-        for name in _names(plan, ("wire", "layout", "landing"), (wire, layout, landing_index)):
-            problems.add(
-                name,
-                f"its landing has {held[landing_index]} elements and {offsets[landing_index]} "
-                f"offsets, for shards of {shards[wire, layout]} on {ranks[layout]} ranks",
-            )
-
-
-def _ends(places: tuple[int, ...]) -> tuple[int, int]:
-    return (min(places), max(places)) if places else (-1, -1)
+        for message in wrong:
+            for name in _names(plan, ("landing", "wire", "layout"), (index, wire, layout)):
+                problems.add(name, message)
 
 
 def wire_digests(plan: Plan) -> tuple[str, str | None]:

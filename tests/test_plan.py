@@ -57,7 +57,7 @@ def test_round_trip(found: Any) -> None:
     plan = make_plan(found)
     again = loads(plan.encoded)
     assert again == plan
-    assert encode(again) == plan.encoded
+    assert encode(again) == again.encoded == plan.encoded
     assert digest_of(plan.encoded) == plan.digest
 
 
@@ -65,7 +65,7 @@ def test_one_record_a_line() -> None:
     plan = make_plan()
     lines = plan.encoded.decode().splitlines()
     assert '["model.layers.0.down.weight",1,0],' in lines
-    assert '[1,1,"direct",2,0,null],' in lines
+    assert '[1,1,"direct",2,0,0,null],' in lines
     assert json.loads(plan.encoded)["digest"] == plan.digest
 
 
@@ -102,7 +102,12 @@ def test_newer_minor_is_read() -> None:
         document["later"] = {"nested": [1, 2]}
         document["tensors"][0].append("more")
 
-    assert loads(edited(plan, edit)).tensors == plan.tensors
+    data = edited(plan, edit)
+    later = loads(data)
+    assert later.tensors == plan.tensors
+    # Its digest is of all that is in the file, also of what this reader does not know.
+    assert later.encoded == data and later.digest != plan.digest
+    assert msgspec.structs.replace(later, tensors=later.tensors).encoded != data
 
 
 def test_foreign_files() -> None:
@@ -165,21 +170,28 @@ def _set(*keys: Any) -> Callable[[dict[str, Any]], None]:
         (_set("destinations", 0, 0, 1), "model.embed.weight has no destination"),
         (_set("destinations", 0, 0, 99), "tensor 99 is outside of tensors"),
         (_set("destinations", 0, 1, 99), "wire 99 is outside of wires"),
-        (_set("destinations", 0, 2, "direct"), "a direct route has a landing and no reason"),
-        (_set("destinations", 0, 2, "reload"), "a direct route has a landing and no reason"),
+        (_set("destinations", 0, 2, "direct"), "a direct route has a landing with an offset"),
+        (_set("destinations", 0, 2, "reload"), "a direct route has a landing with an offset"),
         (_set("destinations", 0, 2, "sideways"), "Invalid enum value"),
-        (_set("destinations", 1, 4, None), "a direct route has a landing and no reason"),
+        (_set("destinations", 1, 4, None), "a direct route has a landing with an offset"),
+        (_set("destinations", 1, 5, None), "a direct route has a landing with an offset"),
+        (_set("destinations", 0, 5, 0), "a direct route has a landing with an offset"),
+        (_set("destinations", 1, 5, [0, 0]), "neither one nor 2 that differ"),
+        (_set("destinations", 1, 5, [0, 1, 2]), "neither one nor 2 that differ"),
+        (_set("destinations", 1, 5, [0, 1]), "reaches outside of model.layers.0.down.weight"),
+        (_set("destinations", 1, 5, []), "neither one nor 2 that differ"),
+        (_set("destinations", 1, 5, -1), "reaches outside of model.layers.0.down.weight"),
+        (_set("destinations", 1, 5, 1), "reaches outside of model.layers.0.down.weight"),
         (_set("destinations", 1, 4, 1), "landings[0]: no destination uses it"),
-        (_set("destinations", 0, 5, 7), "reason 7 is outside of reasons"),
+        (_set("destinations", 0, 6, 7), "reason 7 is outside of reasons"),
         (_set("destinations", 0, 1, 1), "wires[0]: no destination uses it"),
         (_set("wires", 0, 0, 1), "its wire is elements [1, 33) of 32"),
         (_set("wires", 0, 0, -1), "its wire is elements [-1, 31) of 32"),
         (_set("wires", 0, 2, 1), "outside of the trainer ranks"),
-        (_set("landings", 0, 1, [0, 0, 0]), "3 offsets, for shards of 16 on 2 ranks"),
-        (_set("landings", 0, 1, [1]), "reaches outside of model.layers.0.down.weight"),
-        (_set("landings", 0, 2, [[8, 1]]), "its landing has 8 elements"),
-        (_set("landings", 0, 2, [[16, -1]]), "reaches outside of"),
-        (_set("landings", 0, 2, [[16, 2]]), "reaches outside of"),
+        (_set("landings", 0, 1, [[8, 1]]), "its landing has 8 elements, its shards have 16"),
+        (_set("landings", 0, 1, [[16, -1]]), "dims out of range"),
+        (_set("landings", 0, 1, [[0, 1]]), "dims out of range"),
+        (_set("landings", 0, 1, [[16, 2]]), "reaches outside of"),
         (_set("params", 0, 2, [1]), "strides do not fit [4, 4]"),
         (_set("params", 0, 1, 9), "geometry 9 is outside of geometries"),
         (_set("transfers", 0, [[1]]), "destination 1 is carried 2 times"),

@@ -63,7 +63,7 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
                 "route": destination.route,
                 "reason": None if reason is None else msgspec.to_builtins(reason),
                 "parameter": None if landing is None else plan.params[landing.param].name,
-                "offsets": None if landing is None else landing.offsets,
+                "offset": destination.offset,
                 "range": [wire.base, wire.base + prod(shape)],
                 "shape": shape,
                 "source": placement_text(layouts[wire.source]),
@@ -87,6 +87,10 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
+def _offsets(offset: int | tuple[int, ...]) -> str:
+    return str(offset) if isinstance(offset, int) else ", ".join(map(str, offset))
+
+
 def _print(document: dict[str, Any]) -> None:
     first = document["trainer_ranks"]
     print(
@@ -107,8 +111,10 @@ def _print(document: dict[str, Any]) -> None:
             f"{destination['collectives']}"
         )
         if destination["parameter"]:
-            at = ", ".join(map(str, destination["offsets"]))
-            print(f"  into parameter {destination['parameter']}, from its element {at} on")
+            print(
+                f"  into parameter {destination['parameter']}, "
+                f"from its element {_offsets(destination['offset'])} on"
+            )
         if destination["reason"]:
             print(
                 f"  not direct: {destination['reason']['text']} [{destination['reason']['code']}]"

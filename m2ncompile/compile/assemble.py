@@ -77,29 +77,26 @@ def assemble(
         index = params.index(
             PlanParam(param.name, geometry_index(param.dtype, param.shape), param.stride)
         )
-        return landings.index(PlanLanding(index, landing.offsets, landing.dims))
+        return landings.index(PlanLanding(index, landing.dims))
+
+    def destination(d: Destination) -> PlanDestination:
+        geometry = geometry_index(tensors[d.tensor].dtype, d.wire.shape)
+        offsets = None if d.landing is None else d.landing.offsets
+        return PlanDestination(
+            tensor=d.tensor,
+            wire=wires.index(PlanWire(d.wire.base, geometry, layout_index(d.wire.source))),
+            route=d.route,
+            layout=layout_index(d.layout),
+            landing=None if d.landing is None else landing_index(d.landing),
+            offset=offsets[0] if offsets and len(offsets) == 1 else offsets,
+            reason=None if d.reason is None else reasons.index(d.reason),
+        )
 
     plan_tensors = tuple(
         PlanTensor(tensor.name, geometry_index(tensor.dtype, tensor.shape), layout_index(source))
         for tensor, source in zip(tensors, sources, strict=True)
     )
-    plan_destinations = tuple(
-        PlanDestination(
-            d.tensor,
-            wires.index(
-                PlanWire(
-                    d.wire.base,
-                    geometry_index(tensors[d.tensor].dtype, d.wire.shape),
-                    layout_index(d.wire.source),
-                )
-            ),
-            d.route,
-            layout_index(d.layout),
-            None if d.landing is None else landing_index(d.landing),
-            None if d.reason is None else reasons.index(d.reason),
-        )
-        for d in destinations
-    )
+    plan_destinations = tuple(map(destination, destinations))
     plan = Plan(
         format=FORMAT,
         inputs=inputs,

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from m2ncompile import __version__
+from m2ncompile.collector import collector_paused
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.resolve_traced import check_accepted, pieces_by_tensor, resolve_traced
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
@@ -37,6 +38,11 @@ def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None)
 
     Raises an M2nCompileError of the stage that finds something wrong.
     """
+    with collector_paused():
+        return _build_plan(spec, progress)
+
+
+def _build_plan(spec: Spec, progress: Progress) -> Plan:
     assert spec.model.name is not None, "specs come from load_spec"
     model = Path(spec.model.path)
     progress("inventory", 0, 1)

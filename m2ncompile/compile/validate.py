@@ -93,8 +93,8 @@ def _planned_pieces(
             if key not in boxes:
                 boxes[key] = _strided(plan.geometries[wire.geometry].shape, layout, rank)
             offset, dims = boxes[key]
-            target = landing.offsets[place if len(landing.offsets) > 1 else 0]
-            piece = Piece(wire.base + offset, target, canonical(_aligned(dims, landing.dims)))
+            joint = canonical(_aligned(dims, landing.dims))
+            piece = Piece(wire.base + offset, d.offset_at(place), joint)
             planned[rank].setdefault((d.tensor, name), []).append(piece)
     return planned
 

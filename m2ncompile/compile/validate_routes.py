@@ -174,29 +174,30 @@ def trainer_problems(plan: Plan) -> Iterator[Problem]:
             continue
         name, sent = plan.tensors[index].name, layouts[wire.source]
         numel = prod(plan.geometries[wire.geometry].shape)
-        senders = _senders(plan.geometries[geometry].shape, layouts[source], wire.base, numel)
-        if sent.mesh != senders:
+        mesh, shards = _senders(plan.geometries[geometry].shape, layouts[source], wire.base, numel)
+        if sent.mesh != mesh or (sent.split is not None) != (shards > 1):
             yield Problem(
                 name,
-                f"elements [{wire.base}, {wire.base + numel}) of it are sent by {sent.mesh}, "
-                f"not by {senders}, which holds them",
+                f"elements [{wire.base}, {wire.base + numel}) of it are sent as {sent}; "
+                f"{mesh} holds them, in {shards} shards",
             )
-        if sent.split is not None and sent.split[1] == 1:
-            yield Problem(name, f"{sent} has one shard, which is written as null")
 
 
-def _senders(shape: Sequence[int], held: Layout, base: int, numel: int) -> Mesh:
-    """The trainer ranks that send a range: one copy of it, or all where they are neighbours."""
+def _senders(shape: Sequence[int], held: Layout, base: int, numel: int) -> tuple[Mesh, int]:
+    """The trainer ranks that send a range, and in how many shards.
+
+    One copy of it, or all where they are neighbours.
+    """
     if held.split is None or held.placements is None:
-        return held.mesh
+        return held.mesh, 1
     dim, shards = held.split
     period = prod(shape[dim:])
     if base % period == numel % period == 0:
-        return held.mesh
+        return held.mesh, shards
     length = period // shards
     first = base // length
     count = (base + numel - 1) // length - first + 1
     if held.placements[0] == REPLICATE:
-        return Mesh((1, count), held.mesh.start + first)
+        return Mesh((1, count), held.mesh.start + first), count
     copies = held.mesh.dims[1]
-    return Mesh((count, copies), held.mesh.start + first * copies)
+    return Mesh((count, copies), held.mesh.start + first * copies), count

@@ -254,7 +254,7 @@ def _covers(plan: Plan, arrival: Arrival, place: int, index: Sequence[int]) -> b
     shape = plan.geometries[param.geometry].shape
     strides = param.stride or [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     at = sum(i * stride for i, stride in zip(index, strides, strict=True))
-    offset = landing.offsets[place if len(landing.offsets) > 1 else 0]
+    offset = arrival.destination.offset_at(place)
     sizes, steps = zip(*landing.dims, strict=True)
     reach = offset + 1 + sum((n - 1) * step for n, step in landing.dims)
     return bool((torch.arange(reach).as_strided(sizes, steps, offset) == at).any())
