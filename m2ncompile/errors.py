@@ -16,6 +16,7 @@ import msgspec
 from m2ncompile.families import families, numberless
 
 __all__ = [
+    "BindError",
     "CheckError",
     "EngineError",
     "InventoryError",
@@ -24,6 +25,7 @@ __all__ = [
     "PlanError",
     "Problem",
     "Problems",
+    "RunError",
     "SpecError",
     "StoreError",
     "WireError",
@@ -108,6 +110,16 @@ class StoreError(M2nCompileError):
 
 class CheckError(M2nCompileError):
     """A check that was asked for ran, and failed."""
+
+    exit_code = 1
+
+
+class BindError(M2nCompileError):
+    """The live process does not hold what the plan assumes."""
+
+
+class RunError(M2nCompileError):
+    """Ranks do not agree, or a sync failed. Every rank that still answers raises the same."""
 
     exit_code = 1
 

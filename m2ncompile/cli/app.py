@@ -11,6 +11,7 @@ from m2ncompile import __version__
 from m2ncompile.cli.build import build_command
 from m2ncompile.cli.cache import cache_app
 from m2ncompile.cli.explain import explain_command
+from m2ncompile.cli.rehearse import rehearse_command
 from m2ncompile.cli.show import show_command
 from m2ncompile.cli.verify import verify_command
 from m2ncompile.errors import M2nCompileError
@@ -30,6 +31,7 @@ app.command("build")(build_command)
 app.command("show")(show_command)
 app.command("explain")(explain_command)
 app.command("verify")(verify_command)
+app.command("rehearse")(rehearse_command)
 app.add_typer(cache_app, name="cache")
 
 

@@ -10,21 +10,17 @@ import msgspec
 import typer
 
 from m2ncompile.build import open_store
-from m2ncompile.errors import PlanError
-from m2ncompile.plan_check import load, loads
 from m2ncompile.store import Store, default_root
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from m2ncompile.plan import Plan
 
 __all__ = [
     "CacheOption",
     "JsonOption",
     "PlanArgument",
     "console",
-    "open_plan",
     "print_json",
     "size",
     "store_at",
@@ -47,21 +43,6 @@ PlanArgument = Annotated[
 
 def store_at(root: Path | None) -> Store:
     return open_store(root or default_root())
-
-
-def open_plan(reference: str, cache: Path | None) -> Plan:
-    """A plan by file or by digest (at least 6 hex digits). Raises PlanError or StoreError."""
-    path = Path(reference)
-    if path.exists():
-        return load(path)
-    if len(reference) >= 6 and all(c in "0123456789abcdef" for c in reference):
-        store = store_at(cache)
-        digest = store.resolve(reference)
-        return loads(store.get(digest), str(store.path(digest)))
-    raise PlanError(
-        f"{reference}: no such file, and no digest in the store (6 or more hex digits). "
-        "Build it: m2ncompile build SPEC"
-    )
 
 
 def print_json(schema: str, content: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, open_plan, print_json, size
+from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, print_json, size
 from m2ncompile.cli.text import placement_text
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import PlanError, nearest
+from m2ncompile.opening import open_plan
 from m2ncompile.pieces import pieces
 from m2ncompile.plan_check import layouts_of
 

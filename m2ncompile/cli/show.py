@@ -11,13 +11,13 @@ from m2ncompile.cli.common import (
     JsonOption,
     PlanArgument,
     console,
-    open_plan,
     print_json,
     size,
 )
 from m2ncompile.cli.text import placement_text, target_text
 from m2ncompile.dtypes import nbytes
 from m2ncompile.families import families
+from m2ncompile.opening import open_plan
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.summary import summarize
 

@@ -13,11 +13,11 @@ from m2ncompile.cli.common import (
     JsonOption,
     PlanArgument,
     console,
-    open_plan,
     print_json,
 )
 from m2ncompile.cli.progress import progress_bar
 from m2ncompile.errors import CheckError
+from m2ncompile.opening import open_plan
 
 if TYPE_CHECKING:
     from m2ncompile.plan import Plan

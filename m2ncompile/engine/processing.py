@@ -16,7 +16,7 @@ from m2ncompile.errors import M2nCompileError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load", "own_tensors", "process"]
+__all__ = ["disable", "load", "own_tensors", "process"]
 
 
 def load(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -49,6 +49,18 @@ def process(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str | None]
             else:
                 outcomes.setdefault(path, None)
     return outcomes
+
+
+def disable(model: torch.nn.Module, paths: Iterable[str]) -> None:
+    """Weights of the modules at `paths` are processed no more, not in vLLM's reload either."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    for path in paths:
+        module: Any = model.get_submodule(path)
+        method = getattr(module, "quant_method", None)
+        for owner in (method if isinstance(method, QuantizeMethodBase) else None, module):
+            if owner is not None and hasattr(owner, "process_weights_after_loading"):
+                owner.process_weights_after_loading = lambda *_: None
 
 
 def _steps(

@@ -91,6 +91,11 @@ class MetaEngine:
         return None if method is None else str(method)
 
     @property
+    def model_config(self) -> Any:
+        """vLLM's own."""
+        return self._config.model_config
+
+    @property
     def dtype(self) -> str:
         return str(self._config.model_config.dtype).removeprefix("torch.")
 

@@ -25,7 +25,15 @@ from m2ncompile.verify.alike import Unchecked, compare_treatments
 from m2ncompile.verify.reduce import reduced_config
 from m2ncompile.verify.workers import ModuleRow, execute
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Reduced", "Verification", "reduce_plan", "verify"]
+
+
+class Reduced(msgspec.Struct, frozen=True):
+    """`sizes` are the config's that were changed: from, to; `notes` what else was."""
+
+    plan: Plan
+    sizes: dict[str, tuple[int, int]]
+    notes: tuple[str, ...]
 
 
 class Verification(msgspec.Struct, frozen=True):
@@ -50,6 +58,28 @@ def verify(
     Raises PlanError when it was not, and the error of its stage when the reduced
     model can't be compiled.
     """
+    with TemporaryDirectory() as scratch:
+        small = reduce_plan(plan, model, Path(scratch))
+        execution = execute(small.plan, MetaEngine(plan.inputs.engine, Path(scratch)), progress)
+    unchecked, problems = compare_treatments(plan, small.plan)
+    problems += trainer_problems(plan)
+    if sum(entry.tensors for entry in unchecked) == len(plan.tensors):
+        problems.append(Problem("the plan", "nothing was checked: no tensor is in both plans"))
+    return Verification(
+        reduced=small.sizes,
+        notes=small.notes,
+        tensors=len(small.plan.tensors),
+        modules=execution.modules,
+        unchecked=tuple(unchecked),
+        problems=(*problems, *execution.problems),
+    )
+
+
+def reduce_plan(plan: Plan, model: Path, folder: Path) -> Reduced:
+    """The plan of the same model at reduced dims, whose config is written to `folder`.
+
+    Raises as `verify`.
+    """
     if (digest := config_digest(model)) != plan.inputs.model.config:
         raise PlanError(
             f"{model}: the plan was made from another model. Its config has digest\n"
@@ -58,27 +88,16 @@ def verify(
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     engine = plan.inputs.engine
     small = reduced_config(config, engine.tp, engine.ep, engine.dp, plan.inputs.trainer.ranks)
-    with TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "config.json").write_text(json.dumps(small), encoding="utf-8")
-        spec, notes = _reduced_spec(plan, folder)
-        reduced = build_plan(spec)
-        execution = execute(reduced, MetaEngine(engine, folder), progress)
-    unchecked, problems = compare_treatments(plan, reduced)
-    problems += trainer_problems(plan)
-    if sum(entry.tensors for entry in unchecked) == len(plan.tensors):
-        problems.append(Problem("the plan", "nothing was checked: no tensor is in both plans"))
-    return Verification(
-        reduced={
+    (folder / "config.json").write_text(json.dumps(small), encoding="utf-8")
+    spec, notes = _reduced_spec(plan, folder)
+    return Reduced(
+        plan=build_plan(spec),
+        sizes={
             key: (config[key], size)
             for key, size in small.items()
             if isinstance(size, int) and size != config[key] and not key.endswith("_token_id")
         },
         notes=tuple(notes),
-        tensors=len(reduced.tensors),
-        modules=execution.modules,
-        unchecked=tuple(unchecked),
-        problems=(*problems, *execution.problems),
     )
 
 

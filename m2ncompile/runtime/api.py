@@ -1,0 +1,113 @@
+"""What a training loop calls: `trainer(...)` and `worker(...)`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m2ncompile.errors import M2nCompileError
+from m2ncompile.opening import open_plan
+from m2ncompile.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from m2ncompile.runtime.target import Target
+    from m2ncompile.runtime.trainer import Trainer
+    from m2ncompile.runtime.transports.base import Transport
+    from m2ncompile.runtime.worker import Worker
+
+__all__ = ["TIMEOUT", "trainer", "transport_of", "worker"]
+
+#: How long a phase of the start, or a sync, may take, in seconds.
+TIMEOUT = 300.0
+
+
+def _plan(plan: Plan | str | Path) -> Plan:
+    return plan if isinstance(plan, Plan) else open_plan(plan)
+
+
+def transport_of(name: str, store: Store, rank: int, world: int, device: torch.device) -> Transport:
+    """A transport by name. Raises M2nCompileError for one that there is not."""
+    if name == "torch":
+        from m2ncompile.runtime.transports.torch import TorchTransport
+
+        return TorchTransport(store, rank, world, device)
+    raise M2nCompileError(f'there is no transport "{name}"; known: torch')
+
+
+def trainer(
+    plan: Plan | str | Path,
+    source: Any,
+    *,
+    address: str,
+    rank: int | None = None,
+    device: torch.device | str = "cpu",
+    transport: str = "torch",
+    timeout: float = TIMEOUT,
+) -> Trainer:
+    """This trainer rank's end of a run; all trainer ranks and all workers make theirs at once.
+
+    `source` is the module (plain, FSDP2, DTensors), or a WeightSource of vLLM's that yields
+    local shards. `address` is `host:port` of rank 0, which opens it; `rank` counts trainers,
+    torch.distributed's where it is not given. Shards lie on `device`.
+
+    Raises PlanError or StoreError for the plan, and RunError, the same on all ranks,
+    for whatever keeps any of them from starting.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from m2ncompile.runtime.control import StoreControl
+    from m2ncompile.runtime.rendezvous import meet
+    from m2ncompile.runtime.shards import shards_of
+    from m2ncompile.runtime.trainer import Trainer
+
+    found, where = _plan(plan), torch.device(device)
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    trainers = found.inputs.trainer.ranks
+    world = trainers + found.inputs.engine.workers
+    store = meet(address, rank, timeout)
+    return Trainer(
+        lambda: found,
+        shards_of(source, trainers, where),
+        StoreControl(store, rank, world),
+        transport_of(transport, store, rank, world, where),
+        trainers=trainers,
+        timeout=timeout,
+        device=where,
+    )
+
+
+def worker(
+    plan: Plan | str | Path,
+    target: Target,
+    *,
+    address: str,
+    rank: int,
+    transport: str = "torch",
+    timeout: float = TIMEOUT,
+) -> Worker:
+    """Worker `rank`'s end of a run, counted from 0 among workers. As `trainer`.
+
+    vLLM's workers don't call it: their backend `m2n_plan` does the same.
+    """
+    from m2ncompile.runtime.control import StoreControl
+    from m2ncompile.runtime.rendezvous import meet
+    from m2ncompile.runtime.worker import Worker
+
+    found = _plan(plan)
+    trainers = found.inputs.trainer.ranks
+    world, place = trainers + found.inputs.engine.workers, trainers + rank
+    store = meet(address, place, timeout)
+    return Worker(
+        lambda: found,
+        target,
+        StoreControl(store, place, world),
+        transport_of(transport, store, place, world, target.device),
+        trainers=trainers,
+        timeout=timeout,
+    )

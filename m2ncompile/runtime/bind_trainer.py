@@ -1,0 +1,174 @@
+"""A plan tied to a trainer rank: what it holds is what the plan assumes, and what it sends."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fnmatch import translate
+from itertools import accumulate
+from math import prod
+
+import msgspec
+
+from m2ncompile.errors import BindError, LayoutError, Problem, Problems, nearest
+from m2ncompile.layout import Layout, local_shape, shard_box
+from m2ncompile.plan import Plan
+from m2ncompile.plan_check import layouts_of
+from m2ncompile.runtime.shards import Held
+from m2ncompile.runtime.views import View, contiguous, sent_view
+
+__all__ = ["Send", "TrainerBinding", "bind_trainer"]
+
+
+class Send(msgspec.Struct, frozen=True):
+    """This rank's part of one leg: a view of its shard of `tensor`, as a row-major tensor.
+
+    `packed` where the view has gaps, so that it is sent from a copy.
+    """
+
+    leg: int
+    tensor: int
+    view: View
+    packed: bool
+
+
+class TrainerBinding(msgspec.Struct, frozen=True):
+    """`sends` by leg, None where this rank has no part.
+
+    `carried` is the tensor of each leg, `last` the last leg of each tensor; `needed` is how
+    many of the trainer's tensors must have been given out before a leg. `shapes` are those
+    that this rank's shards must have, by tensor; `whole` the tensors that every rank gathers;
+    `packed_numel` the elements of the largest copy, by dtype.
+    """
+
+    sends: tuple[Send | None, ...]
+    carried: tuple[int, ...]
+    needed: tuple[int, ...]
+    last: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    whole: frozenset[str]
+    packed_numel: Mapping[str, int]
+
+
+def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
+    """Raises BindError listing every difference between the trainer and the plan."""
+    layouts = layouts_of(plan)
+    whole = _check(plan, layouts, held)
+    sends: list[Send | None] = []
+    packed: defaultdict[str, int] = defaultdict(int)
+    views: dict[tuple[int, int, int], View | None] = {}
+    problems = Problems()
+    for leg, transfer in enumerate(plan.transfers):
+        (index,) = transfer.destinations
+        d = plan.destinations[index]
+        tensor, wire = plan.tensors[d.tensor], plan.wires[d.wire]
+        key = tensor.geometry, tensor.source, d.wire
+        if key not in views:
+            try:
+                views[key] = sent_view(
+                    plan.geometries[tensor.geometry].shape,
+                    layouts[tensor.source],
+                    wire.base,
+                    plan.geometries[wire.geometry].shape,
+                    layouts[wire.source],
+                    rank,
+                )
+            except ValueError as error:
+                problems.add(tensor.name, f"trainer {rank}: {error}", "rebuild the plan")
+                views[key] = None
+        view = views[key]
+        if view is None:
+            sends.append(None)
+            continue
+        gaps = not contiguous(view)
+        if gaps:
+            dtype = plan.dtypes[plan.geometries[tensor.geometry].dtype]
+            packed[dtype] = max(packed[dtype], prod(view.shape))
+        sends.append(Send(leg, d.tensor, view, gaps))
+    problems.raise_if_any(BindError, "the plan does not fit the trainer")
+    # All ranks take tensors at the same legs, whether they send them or not: a source may
+    # run collectives, and a rank that ran ahead could wait for one that waits in those.
+    position = {one.name: count for count, one in enumerate(held, start=1)}
+    carried = [plan.destinations[transfer.destinations[0]].tensor for transfer in plan.transfers]
+    needed = tuple(accumulate((position[plan.tensors[t].name] for t in carried), max))
+    last = dict(zip(carried, range(len(carried)), strict=True))
+    shapes = tuple(
+        local_shape(layouts[tensor.source], plan.geometries[tensor.geometry].shape)
+        for tensor in plan.tensors
+    )
+    return TrainerBinding(
+        sends=tuple(sends),
+        carried=tuple(carried),
+        needed=needed,
+        last=tuple(last[index] for index in range(len(plan.tensors))),
+        shapes=shapes,
+        whole=whole,
+        packed_numel=dict(packed),
+    )
+
+
+def _check(plan: Plan, layouts: Sequence[Layout], held: Sequence[Held]) -> frozenset[str]:
+    """The tensors to gather. Raises BindError."""
+    problems = Problems()
+    by_name = {one.name: one for one in held}
+    if len(by_name) != len(held):
+        for name in sorted({one.name for one in held}):
+            if (count := sum(one.name == name for one in held)) > 1:
+                problems.add(name, f"the trainer has it {count} times")
+    whole = set()
+    for tensor in plan.tensors:
+        geometry, layout = plan.geometries[tensor.geometry], layouts[tensor.source]
+        one = by_name.pop(tensor.name, None)
+        if one is None:
+            close = nearest(tensor.name, (h.name for h in held)) if len(problems) < 20 else None
+            problems.add(
+                tensor.name,
+                "the trainer has no such tensor",
+                f"did it rename {close}?" if close else None,
+            )
+            continue
+        problems.extend(_differences(one, plan.dtypes[geometry.dtype], geometry.shape))
+        if _same(layout, one.layout, geometry.shape):
+            if one.flaw is not None:
+                problems.add(tensor.name, one.flaw)
+            continue
+        if layout.split is None and one.gathers:
+            whole.add(tensor.name)
+        else:
+            message = f"the trainer holds it as {one.layout}, the plan expects {layout}"
+            problems.add(tensor.name, message)
+    model = plan.inputs.model
+    spared = [re.compile(translate(glob)) for glob in model.exclude]
+    spared += [re.compile(translate(missing.names)) for missing in model.missing]
+    for name in by_name:
+        if not any(pattern.match(name) for pattern in spared):
+            problems.add(
+                name,
+                "the trainer has it, the plan does not",
+                "rebuild the plan with it, or list it in model.exclude",
+            )
+    problems.raise_if_any(BindError, "the trainer does not hold what the plan assumes")
+    return frozenset(whole)
+
+
+def _same(one: Layout, other: Layout | str, shape: tuple[int, ...]) -> bool:
+    """Whether every rank holds the same, however it is spelled."""
+    if isinstance(other, str):
+        return False
+    try:
+        return one.mesh.ranks == other.mesh.ranks and all(
+            shard_box(one, shape, rank) == shard_box(other, shape, rank) for rank in one.mesh.ranks
+        )
+    except LayoutError:  # torch splits unevenly, a plan does not
+        return False
+
+
+def _differences(one: Held, dtype: str, shape: tuple[int, ...]) -> list[Problem]:
+    found = []
+    if one.dtype != dtype:
+        found.append(Problem(one.name, f"the trainer has {one.dtype}, the plan expects {dtype}"))
+    if one.shape != shape:
+        message = f"the trainer has shape {list(one.shape)}, the plan expects {list(shape)}"
+        found.append(Problem(one.name, message))
+    return found

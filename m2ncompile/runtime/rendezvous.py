@@ -1,0 +1,39 @@
+"""Where the ranks of a run meet: a store that trainer rank 0 hosts."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from m2ncompile.errors import RunError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["meet"]
+
+
+def meet(address: str, rank: int, timeout: float) -> Store:
+    """The store at `address` (`host:port`), which rank 0 opens and the others wait for.
+
+    Raises RunError when nobody is there within `timeout` seconds, or the
+    address is none.
+    """
+    import torch.distributed as dist
+
+    match = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise RunError(f'"{address}" is no address; expected host:port')
+    try:
+        return dist.TCPStore(
+            match[1],
+            int(match[2]),
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, OSError) as error:
+        what = "open the control plane" if rank == 0 else "reach trainer 0's control plane"
+        first = str(error).strip().splitlines()[0]
+        raise RunError(f"can't {what} at {address} within {timeout:g} s: {first}") from None

@@ -1,0 +1,211 @@
+"""What both sides of a run have in common: the agreements around it, and its state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from typing import TypeVar
+
+import msgspec
+
+from m2ncompile.errors import M2nCompileError, PlanError, Problem, RunError
+from m2ncompile.plan import Plan
+from m2ncompile.runtime.agree import Envelope, agree
+from m2ncompile.runtime.control import ControlPlane, Watch
+from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.legs import legs_of
+from m2ncompile.runtime.transports.base import Transport
+
+__all__ = ["GRACE", "Session", "destination_digest"]
+
+#: What is added to a deadline for telling everyone that it has passed, in seconds.
+GRACE = 10.0
+
+T = TypeVar("T")
+
+
+def destination_digest(plan: Plan) -> str:
+    """Of where everything goes and by which route, whatever the trainer holds."""
+    found = (plan.dtypes, plan.meshes, plan.layouts, plan.geometries, plan.params, plan.landings)
+    routes = [(d.tensor, d.route, d.layout, d.landing, d.offset) for d in plan.destinations]
+    return sha256(msgspec.json.encode((found, routes))).hexdigest()
+
+
+class Session:
+    """One rank's part of a run. All ranks call the same methods in the same order.
+
+    `unusable` says why no more syncs are possible, once something failed.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        transport: Transport,
+        trainers: int,
+        timeout: float,
+        watch: Watch | None = None,
+    ) -> None:
+        self.control, self.transport, self.timeout = control, transport, timeout
+        self.trainers = trainers
+        self.unusable: str | None = None
+        self._watch = watch
+        self._syncs = 0
+        self._closed = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        return self.control.rank
+
+    def _agree(
+        self,
+        phase: str,
+        digest: str,
+        title: str,
+        error: str | None = None,
+        note: str = "",
+        deadline: Deadline | None = None,
+    ) -> list[str]:
+        return agree(
+            self.control,
+            phase,
+            digest,
+            deadline or Deadline(self.timeout),
+            trainers=self.trainers,
+            title=title,
+            error=error,
+            note=note,
+            watch=self._watch,
+        )
+
+    def establish(self, load: Callable[[], Plan], bind: Callable[[Plan], T]) -> tuple[Plan, T]:
+        """Loads, binds, agrees on every part of the plan, then connects the transport.
+
+        Raises RunError, the same on all ranks, if any of them can't go on.
+        """
+        title = "the run can't start; no data was moved"
+        try:
+            plan, error = _attempt(lambda: self._checked(load()))
+            source = plan.digests.source if plan else ""
+            self._agree("source", source, title, error)
+            assert plan is not None
+            self._agree("destination", destination_digest(plan), title)
+            self._agree("data plane", self.transport.identity, title)
+
+            def prepare() -> T:
+                bound = bind(plan)
+                self.transport.prepare(legs_of(plan))
+                return bound
+
+            bound, error = _attempt(prepare)
+            self._agree("readiness", "ready", title, error)
+            self._agree("plan", plan.digest, title)
+            deadline = Deadline(self.timeout)
+            _, error = _attempt(lambda: self.transport.connect(deadline))
+            patience = Deadline(deadline.remaining + GRACE)
+            self._agree("connection", "connected", title, error, deadline=patience)
+        except BaseException as failure:
+            self._leave(failure)
+            raise
+        assert bound is not None
+        self._program = plan.digests.program
+        return plan, bound
+
+    def _checked(self, plan: Plan) -> Plan:
+        inputs = plan.inputs
+        if (inputs.trainer.ranks, inputs.engine.workers) != (
+            self.trainers,
+            self.control.world - self.trainers,
+        ):
+            raise PlanError(
+                f"the plan is for {inputs.trainer.ranks} trainer ranks and "
+                f"{inputs.engine.workers} workers, the run has {self.trainers} and "
+                f"{self.control.world - self.trainers}"
+            )
+        return plan
+
+    def sync(self, note: str, run: Callable[[str, Deadline], T]) -> tuple[str, T, float]:
+        """One sync: all ranks begin, `run` moves the data, all ranks end.
+
+        `note` is the version that a trainer sends, empty on a worker. Returns the
+        version, what `run` gave, and the seconds spent on agreeing. Raises
+        RunError, the same on all ranks that still answer; `unusable` says what
+        is left of the weights.
+        """
+        if self.unusable is not None:
+            raise RunError(f"this run has ended: {self.unusable}")
+        deadline = Deadline(self.timeout)
+        try:
+            notes = self._agree(
+                "begin",
+                f"sync {self._syncs} of program {self._program[:16]}",
+                "the sync did not begin; no data was moved",
+                note=note,
+                deadline=deadline,
+            )
+            version = self._one_version(notes)
+        except BaseException as failure:
+            self._leave(failure)
+            raise
+        began = self.timeout - deadline.remaining
+        try:
+            result, error = _attempt(lambda: run(version, deadline))
+            if error is not None:
+                self.transport.close()  # wakes those who wait for this rank
+            ending = Deadline(deadline.remaining + GRACE)
+            ended = ending.remaining
+            self._agree(
+                "end",
+                f'sync {self._syncs} of version "{version}"',
+                f'the sync of version "{version}" failed',
+                error,
+                deadline=ending,
+            )
+        except BaseException as failure:
+            self._leave(failure, version)
+            raise
+        assert result is not None
+        self._syncs += 1
+        return version, result, began + ended - ending.remaining
+
+    def _one_version(self, notes: list[str]) -> str:
+        versions = notes[: self.trainers]
+        if len(set(versions)) > 1:
+            raise RunError(
+                "the sync did not begin; no data was moved",
+                [
+                    Problem(f"trainer {rank}", f'it sends version "{one}"')
+                    for rank, one in enumerate(versions)
+                ],
+            )
+        return versions[0]
+
+    def _leave(self, failure: BaseException, version: str | None = None) -> None:
+        """After a failure no rank can know what the others do next."""
+        words = " ".join(str(failure).split("\n")[0].split()) or type(failure).__name__
+        weights = "" if version is None else f"; weights may be partly those of version {version}"
+        self.unusable = f"{words}{weights}. Connect again, then send everything"
+        if not isinstance(failure, RunError):
+            # Not agreed on, such as an interrupt: the others need not wait for this rank.
+            gone = Envelope("gone", self.control.world, "", f"it left: {words}")
+            with suppress(Exception):
+                self.control.leave(f"it left: {words}", msgspec.json.encode(gone))
+        self.transport.close()
+
+    def close(self) -> None:
+        """Ends the run for this rank. Ranks in the middle of a sync get an error."""
+        if self.unusable is None:
+            self.unusable = "it was closed"
+        self.transport.close()
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What it returns, or why it failed in words for everyone."""
+    try:
+        return action(), None
+    except M2nCompileError as error:
+        return None, str(error)
+    except Exception as error:  # anything: the other ranks must hear of it
+        text = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {text[:500]}"

@@ -1,0 +1,29 @@
+"""What a sync came to."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["RouteStats", "SyncStats"]
+
+
+class RouteStats(msgspec.Struct, frozen=True):
+    """`legs` in which this rank had a part; `nbytes` that it received by them."""
+
+    route: str
+    legs: int
+    nbytes: int
+
+
+class SyncStats(msgspec.Struct, frozen=True):
+    """One rank's sync. `seconds` are wall clock, from the call to its return.
+
+    `agreeing` of them went to waiting for all ranks, before and after. `nbytes`
+    is what this rank sent from, or received.
+    """
+
+    version: str
+    seconds: float
+    agreeing: float
+    nbytes: int
+    routes: tuple[RouteStats, ...] = ()

@@ -1,0 +1,152 @@
+"""The trainer's side of a run: `Trainer.send` gives all weights to all workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from m2ncompile.errors import RunError
+from m2ncompile.plan import Plan
+from m2ncompile.runtime.bind_trainer import Send, TrainerBinding, bind_trainer
+from m2ncompile.runtime.control import ControlPlane, Watch
+from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.session import Session
+from m2ncompile.runtime.shards import Shards
+from m2ncompile.runtime.stats import SyncStats
+from m2ncompile.runtime.transports.base import Transport
+
+__all__ = ["Trainer"]
+
+Progress = Callable[[int, int], None]
+
+
+class Trainer:
+    """One trainer rank. Every rank constructs one, and calls `send` after each step.
+
+    `timeout` bounds each phase of the start, and each sync, in seconds. Raises
+    RunError, the same on all ranks, when any of them can't go on.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Plan],
+        shards: Shards,
+        control: ControlPlane,
+        transport: Transport,
+        *,
+        trainers: int,
+        timeout: float,
+        device: torch.device | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self._shards, self._device = shards, device or torch.device("cpu")
+        self._session = Session(control, transport, trainers, timeout, watch)
+        self.plan, self._binding = self._session.establish(load, self._bind)
+        self._version = 0
+
+    def _bind(self, plan: Plan) -> TrainerBinding:
+        described = self._shards.describe()
+        binding = bind_trainer(plan, described, self._session.rank)
+        index = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
+        #: In the order in which the source gives them out; None for what is not sent.
+        self._order = [(one.name, index.get(one.name)) for one in described]
+        self._dtypes: list[torch.dtype] = [
+            getattr(torch, plan.dtypes[plan.geometries[t.geometry].dtype]) for t in plan.tensors
+        ]
+        self._packed = {
+            dtype: torch.empty(numel, dtype=getattr(torch, dtype), device=self._device)
+            for dtype, numel in binding.packed_numel.items()
+        }
+        return binding
+
+    @property
+    def unusable(self) -> str | None:
+        """Why no more syncs are possible; None while they are."""
+        return self._session.unusable
+
+    def send(self, version: str | None = None, progress: Progress | None = None) -> SyncStats:
+        """Sends all weights, as of now; every trainer rank calls it, and every worker receives.
+
+        `version` names them, the same on all ranks; they are counted where it is not
+        given. Weights must not change until it returns. Raises RunError, the
+        same on all ranks; `unusable` then says whether another sync is possible.
+        """
+        started = time.perf_counter()
+        name = str(self._version + 1) if version is None else version
+        _, nbytes, agreeing = self._session.sync(name, lambda _, d: self._run(d, progress))
+        self._version += 1
+        return SyncStats(name, time.perf_counter() - started, agreeing, nbytes)
+
+    def _run(self, deadline: Deadline, progress: Progress | None) -> int:
+        binding, transport = self._binding, self._session.transport
+        given: dict[int, torch.Tensor] = {}
+        nbytes = taken = 0
+        with torch.no_grad():
+            source = iter(self._shards.items(binding.whole))
+            for leg, send in enumerate(binding.sends):
+                while taken < binding.needed[leg]:
+                    self._take(source, taken, given)
+                    taken += 1
+                piece = None if send is None else self._piece(send, given[send.tensor], deadline)
+                transport.run(leg, piece, None, deadline)
+                if piece is not None:
+                    nbytes += piece.numel() * piece.element_size()
+                if binding.last[binding.carried[leg]] == leg:
+                    del given[binding.carried[leg]]
+                if progress is not None:
+                    progress(leg + 1, len(binding.sends))
+            while taken < len(self._order):  # collectives of the source run on all ranks
+                self._take(source, taken, given)
+                taken += 1
+            if (extra := next(source, None)) is not None:
+                raise RunError(f"the source gave out {extra[0]} after its last tensor")
+            transport.wait(deadline)
+        return nbytes
+
+    def _piece(self, send: Send, shard: torch.Tensor, deadline: Deadline) -> torch.Tensor:
+        """What this rank sends of its shard, contiguous."""
+        view = send.view
+        piece = shard.as_strided(view.shape, view.strides, shard.storage_offset() + view.offset)
+        if not send.packed:
+            return piece
+        # One buffer for all of a dtype: what was sent from it before must have gone.
+        self._session.transport.wait(deadline)
+        packed = self._packed[str(piece.dtype).removeprefix("torch.")]
+        return packed[: piece.numel()].view(piece.shape).copy_(piece)
+
+    def _take(
+        self,
+        source: Iterator[tuple[str, torch.Tensor]],
+        position: int,
+        given: dict[int, torch.Tensor],
+    ) -> None:
+        """The next tensor of the source, which must be what it was when it was bound."""
+        name, index = self._order[position]
+        got = next(source, None)
+        if got is None:
+            raise RunError(
+                f"the source gave out {position} tensors, and {len(self._order)} when it was "
+                f"bound: {name} is missing"
+            )
+        if got[0] != name:
+            raise RunError(
+                f"the source gave out {got[0]} as number {position}; when it was bound, that "
+                f"was {name}"
+            )
+        if index is None:
+            return
+        shard, shape = got[1], self._binding.shapes[index]
+        if tuple(shard.shape) != shape or shard.dtype != self._dtypes[index]:
+            raise RunError(
+                f"{name}: the source gave out {shard.dtype} {list(shard.shape)}, it must be "
+                f"{self._dtypes[index]} {list(shape)}"
+            )
+        if not shard.is_contiguous():
+            raise RunError(f"{name}: its shard has strides {list(shard.stride())}, not row-major")
+        given[index] = shard
+
+    def close(self) -> None:
+        """Ends the run for this rank."""
+        self._session.close()

@@ -1,0 +1,1 @@
+"""What moves the bytes. Same plan, same result, whichever it is."""

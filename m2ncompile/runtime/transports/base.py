@@ -1,0 +1,57 @@
+"""What a transport does, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.legs import Leg
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Transport"]
+
+
+class Transport(Protocol):
+    """Moves the legs of one plan for one rank.
+
+    In order: `identity` is agreed on; `prepare`, which makes what is local;
+    `connect`, which meets the other ranks; then, each sync, `run` for every leg
+    in order, and `wait`. After an error only `close` is left.
+    """
+
+    @property
+    def identity(self) -> str:
+        """What all ranks must have alike: the kind, the version, whom it connects."""
+        ...
+
+    def prepare(self, legs: Sequence[Leg]) -> None: ...
+
+    def connect(self, deadline: Deadline) -> None: ...
+
+    def run(
+        self,
+        leg: int,
+        send: torch.Tensor | None,
+        receive: torch.Tensor | None,
+        deadline: Deadline,
+    ) -> None:
+        """Starts one leg; every rank of the communicator calls it, whatever its part is.
+
+        `send` is this rank's shard of the source, `receive` takes its shard of the
+        destination: both contiguous, and untouched by others until `wait`.
+        """
+        ...
+
+    def wait(self, deadline: Deadline) -> None:
+        """Returns when what was started is done: sent tensors may change, received may be read.
+
+        Raises RuntimeError or RunError when it failed or the deadline passed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives everything back, also in the middle of a leg; peers that wait get an error."""
+        ...
