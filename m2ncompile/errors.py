@@ -119,9 +119,13 @@ class BindError(M2nCompileError):
 
 
 class RunError(M2nCompileError):
-    """Ranks do not agree, or a sync failed. Every rank that still answers raises the same."""
+    """Ranks do not agree, or a sync failed.
+
+    `agreed` says that every rank that still answers raises the same.
+    """
 
     exit_code = 1
+    agreed = False
 
 
 class Problems:

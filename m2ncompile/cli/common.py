@@ -37,7 +37,10 @@ CacheOption = Annotated[
     ),
 ]
 PlanArgument = Annotated[
-    str, typer.Argument(metavar="PLAN", help="A plan file, or the start of a digest in the store.")
+    str,
+    typer.Argument(
+        metavar="PLAN", help="A plan file, a URL, or the start of a digest in the store."
+    ),
 ]
 
 

@@ -64,7 +64,7 @@ def rehearse_command(
         ranks = run.inputs.trainer.ranks + run.inputs.engine.workers
         if prepare is not None:
             print(
-                f"{folder} is ready. Copy it to every machine; {ranks} processes in all, started by\n"
+                f"{folder} is ready. Copy it to every machine, and start {ranks} processes:\n"
                 f"  torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
                 f"--rdzv-endpoint HOST:PORT \\\n"
                 f"    -m m2ncompile.runtime.rehearsal {folder} --syncs {syncs}"
@@ -154,6 +154,10 @@ def _document(
     }
 
 
+def _share(route: dict[str, Any] | None) -> str:
+    return "-" if route is None else f"{route['legs']} ({size(route['nbytes'])})"
+
+
 def _print(plan: Plan, document: dict[str, Any]) -> None:
     from rich.table import Table
 
@@ -175,12 +179,7 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
         table.add_row(
             rank_name(rank["rank"], trainers),
             size(last["nbytes"]) if last else "-",
-            *(
-                f"{routes[name]['legs']} ({size(routes[name]['nbytes'])})"
-                if name in routes
-                else "-"
-                for name in ("direct", "reload", "fallback")
-            ),
+            *(_share(routes.get(name)) for name in ("direct", "reload", "fallback")),
             ", ".join(f"{sync['seconds']:.3f}" for sync in rank["syncs"]) or "-",
             f"{rank['compared']:,}" if rank["rank"] >= trainers else "-",
         )

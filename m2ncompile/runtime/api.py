@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from m2ncompile.runtime.driven import DrivenTrainer
+    from m2ncompile.runtime.driver import Client, Driver
     from m2ncompile.runtime.target import Target
     from m2ncompile.runtime.trainer import Trainer
     from m2ncompile.runtime.transports.base import Transport
@@ -44,15 +46,20 @@ def trainer(
     *,
     address: str,
     rank: int | None = None,
+    client: Client | None = None,
     device: torch.device | str = "cpu",
     transport: str = "torch",
     timeout: float = TIMEOUT,
-) -> Trainer:
+    worker_plan: str | None = None,
+) -> Trainer | DrivenTrainer:
     """This trainer rank's end of a run; all trainer ranks and all workers make theirs at once.
 
     `source` is the module (plain, FSDP2, DTensors), or a WeightSource of vLLM's that yields
     local shards. `address` is `host:port` of rank 0, which opens it; `rank` counts trainers,
-    torch.distributed's where it is not given. Shards lie on `device`.
+    torch.distributed's where it is not given. Shards lie on `device`. With a `client` of
+    vLLM's (HTTP, Ray, or any object with its four methods), given on every rank, rank 0 also
+    drives the engine: its workers get the plan, unless `worker_plan` is where they find it,
+    and every `send` is a whole update there.
 
     Raises PlanError or StoreError for the plan, and RunError, the same on all ranks,
     for whatever keeps any of them from starting.
@@ -61,6 +68,8 @@ def trainer(
     import torch.distributed as dist
 
     from m2ncompile.runtime.control import StoreControl
+    from m2ncompile.runtime.driven import DrivenTrainer
+    from m2ncompile.runtime.driver import Driver, worker_init_info
     from m2ncompile.runtime.rendezvous import meet
     from m2ncompile.runtime.shards import shards_of
     from m2ncompile.runtime.trainer import Trainer
@@ -71,14 +80,27 @@ def trainer(
     trainers = found.inputs.trainer.ranks
     world = trainers + found.inputs.engine.workers
     store = meet(address, rank, timeout)
-    return Trainer(
-        lambda: found,
-        shards_of(source, trainers, where),
-        StoreControl(store, rank, world),
-        transport_of(transport, store, rank, world, where),
-        trainers=trainers,
-        timeout=timeout,
-        device=where,
+
+    def construct(driver: Driver | None) -> Trainer:
+        return Trainer(
+            lambda: found,
+            shards_of(source, trainers, where),
+            StoreControl(store, rank, world),
+            transport_of(transport, store, rank, world, where),
+            trainers=trainers,
+            timeout=timeout,
+            device=where,
+            watch=None if driver is None else driver.watch,
+        )
+
+    if client is None:
+        return construct(None)
+    return DrivenTrainer(
+        construct,
+        worker_init_info(found, address, transport, timeout, worker_plan),
+        Driver(client) if rank == 0 else None,
+        StoreControl(store, rank, trainers, "m2ncompile/trainers"),
+        timeout,
     )
 
 

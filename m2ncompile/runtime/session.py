@@ -172,13 +172,15 @@ class Session:
     def _one_version(self, notes: list[str]) -> str:
         versions = notes[: self.trainers]
         if len(set(versions)) > 1:
-            raise RunError(
+            failure = RunError(
                 "the sync did not begin; no data was moved",
                 [
                     Problem(f"trainer {rank}", f'it sends version "{one}"')
                     for rank, one in enumerate(versions)
                 ],
             )
+            failure.agreed = True
+            raise failure
         return versions[0]
 
     def _leave(self, failure: BaseException, version: str | None = None) -> None:

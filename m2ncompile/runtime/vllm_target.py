@@ -98,6 +98,12 @@ class VllmTarget:
             # What attention derives (absorbed matrices, scales) follows from any weights.
             owners |= {id(m): m for m in self._model.modules() if is_deferred_attention_layer(m)}
             self._modules = nn.ModuleList(owners.values())
+        if self.device.type == "cpu":
+            # vLLM pads and packs experts for its CPU kernel only while there is none yet.
+            for module in self._modules.modules():
+                method: Any = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    method.moe_kernel = None
         initialize_layerwise_reload(self._modules)
         for name in reloaded:
             module, leaf = self._owner(name)
