@@ -115,11 +115,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `max_sources` counts the source shards that meet in one destination shard,
     `max_destinations` the destination shards that one source shard feeds.
+    Tensors below `stack_bytes` may be stacked into one transfer, of which no rank
+    packs or unpacks more than `stage_bytes`.
     """
 
     max_dims: int = 3
     max_sources: int = 16
     max_destinations: int = 64
+    stack_bytes: int = 1 << 25
+    stage_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -159,7 +159,7 @@ class PlanDestination(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """One collective: the destinations it serves, all of equal geometry and layouts."""
+    """One collective: the destinations it serves, as one stack (`stacking.py`) where several."""
 
     destinations: tuple[int, ...]
 

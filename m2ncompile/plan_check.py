@@ -14,8 +14,9 @@ from pathlib import Path
 from m2ncompile.collector import collector_paused
 from m2ncompile.dtypes import ITEMSIZE
 from m2ncompile.errors import LayoutError, PlanError, Problems
-from m2ncompile.layout import Layout, check_transfers, local_shape
+from m2ncompile.layout import Layout, check_transfers, local_shape, transfer_problems
 from m2ncompile.plan import MAX_BYTES, Plan, decode, program_digest
+from m2ncompile.stacking import stacked
 from m2ncompile.wire import complete_digest, fragments, source_digest_of
 
 __all__ = ["check", "layouts_of", "load", "loads", "wire_digests"]
@@ -160,11 +161,8 @@ def _check_records(plan: Plan, problems: Problems) -> None:
             if times[index] != 1 or index >= len(plan.destinations):
                 problems.add("transfers", f"destination {index} is carried {times[index]} times")
     for i, transfer in enumerate(plan.transfers):
-        if len(transfer.destinations) != 1:
-            problems.add(
-                f"transfers[{i}]",
-                f"carries {len(transfer.destinations)} destinations; format 1.0 has one each",
-            )
+        if not transfer.destinations:
+            problems.add(f"transfers[{i}]", "carries no destination")
 
 
 def _check_layouts(plan: Plan, problems: Problems) -> None:
@@ -194,6 +192,7 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
                 if (tensor.geometry, tensor.source) == (geometry, held):
                     problems.add(tensor.name, f"on the trainer {error}")
     _check_moves(plan, layouts, problems)
+    _check_stacks(plan, layouts, problems)
     if not problems:
         _check_landings(plan, layouts, problems)
 
@@ -243,6 +242,32 @@ def _check_moves(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) ->
                 if (tensor.geometry, tensor.source, d.wire) == (geometry, source, wire_index):
                     for message in found:
                         problems.add(tensor.name, message)
+
+
+def _check_stacks(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:
+    """What a transfer carries together, one can carry."""
+    kinds: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    for i, transfer in enumerate(plan.transfers):
+        if len(transfer.destinations) == 1:
+            continue
+        carried = [plan.destinations[d] for d in transfer.destinations]
+        wires = {plan.wires[d.wire] for d in carried}
+        forms = {(wire.geometry, wire.source) for wire in wires}
+        if len(forms) > 1 or len({d.route for d in carried}) > 1:
+            message = "its destinations differ in route, or their wires in geometry or source"
+            problems.add(f"transfers[{i}]", message)
+            continue
+        ((geometry, source),) = forms
+        kinds.setdefault((geometry, source, tuple(d.layout for d in carried)), i)
+    for (geometry, source, where), i in kinds.items():
+        name, form = f"transfers[{i}]", plan.geometries[geometry]
+        try:
+            stack = stacked(form.shape, layouts[source], [layouts[index] for index in where])
+        except ValueError as error:
+            problems.add(name, str(error))
+            continue
+        what = plan.dtypes[form.dtype], stack.shape, stack.source, stack.destination
+        problems.extend(transfer_problems(name, *what, plan.inputs.limits))
 
 
 def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:

@@ -155,7 +155,7 @@ def _document(
 
 
 def _share(route: dict[str, Any] | None) -> str:
-    return "-" if route is None else f"{route['legs']} ({size(route['nbytes'])})"
+    return "-" if route is None else f"{route['tensors']} ({size(route['nbytes'])})"
 
 
 def _print(plan: Plan, document: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Routes to a plan: interned tables, one transfer per destination, digests."""
+"""Routes and transfers to a plan: interned tables, digests."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ def assemble(
     tensors: Sequence[TensorInfo],
     sources: Sequence[Layout],
     destinations: Sequence[Destination],
+    transfers: Sequence[tuple[int, ...]] | None = None,
 ) -> Plan:
     """The finished plan, checked as a reader would check it.
+
+    `transfers` are groups of indices of `destinations`, in the order in which they run; each
+    destination has one of its own where there are none.
 
     Raises LayoutError listing every tensor that no transfer can carry.
     """
@@ -111,7 +115,9 @@ def assemble(
         reasons=reasons.entries(),
         tensors=plan_tensors,
         destinations=plan_destinations,
-        transfers=tuple(PlanTransfer((i,)) for i in range(len(plan_destinations))),
+        transfers=tuple(
+            map(PlanTransfer, transfers or ((index,) for index in range(len(destinations))))
+        ),
     )
     source, complete = wire_digests(plan)
     plan = msgspec.structs.replace(plan, digests=Digests(program_digest(plan), source, complete))

@@ -13,6 +13,7 @@ import msgspec
 from m2ncompile import __version__
 from m2ncompile.collector import collector_paused
 from m2ncompile.compile.assemble import assemble
+from m2ncompile.compile.coalesce import coalesce
 from m2ncompile.compile.resolve_traced import check_accepted, pieces_by_tensor, resolve_traced
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
 from m2ncompile.compile.routes import Destination
@@ -73,9 +74,8 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     # Axis 0 replicates, axis 1 shards, as vLLM's workers have it.
     mesh = Mesh((spec.engine.dp * spec.engine.pp, spec.engine.tp), spec.trainer.ranks)
     if spec.resolver.name == "vllm":
-        return assemble(
-            inputs, tensors, sources, _as_vllm(spec, engine, tensors, sources, mesh, progress)
-        )
+        destinations = _as_vllm(spec, engine, tensors, sources, mesh, progress)
+        return assemble(inputs, tensors, sources, destinations)  # a stock peer stacks nothing
     from m2ncompile.engine.record_all import record_all  # imports torch: after the checks above
 
     recordings = record_all(
@@ -84,7 +84,8 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     placed = pieces_by_tensor(recordings, mesh.start)
     check_accepted(tensors, recordings, placed, engine.quantization is not None)
     destinations = resolve_traced(tensors, sources, recordings, placed, mesh, spec.limits.max_dims)
-    plan = assemble(inputs, tensors, sources, destinations)
+    transfers = coalesce(tensors, destinations, spec.limits)
+    plan = assemble(inputs, tensors, sources, destinations, transfers)
     validate(plan, recordings)
     return plan
 

@@ -37,7 +37,11 @@ def transport_of(name: str, store: Store, rank: int, world: int, device: torch.d
         from m2ncompile.runtime.transports.torch import TorchTransport
 
         return TorchTransport(store, rank, world, device)
-    raise M2nCompileError(f'there is no transport "{name}"; known: torch')
+    if name == "m2n":
+        from m2ncompile.runtime.transports.m2n import M2nTransport
+
+        return M2nTransport(store, rank, world, device)
+    raise M2nCompileError(f'there is no transport "{name}"; known: m2n, torch')
 
 
 def trainer(

@@ -13,39 +13,43 @@ import msgspec
 
 from m2ncompile.errors import BindError, LayoutError, Problem, Problems, nearest
 from m2ncompile.layout import Layout, local_shape, shard_box
-from m2ncompile.plan import Plan
+from m2ncompile.plan import Plan, PlanTensor
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.shards import Held
 from m2ncompile.runtime.views import View, contiguous, sent_view
 
-__all__ = ["Send", "TrainerBinding", "bind_trainer"]
+__all__ = ["Part", "Send", "TrainerBinding", "bind_trainer"]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A view of this rank's shard of `tensor`, as a row-major tensor."""
+
+    tensor: int
+    view: View
 
 
 class Send(msgspec.Struct, frozen=True):
-    """This rank's part of one leg: a view of its shard of `tensor`, as a row-major tensor.
+    """This rank's part of one leg: one tensor, or several that are stacked.
 
-    `packed` where the view has gaps, so that it is sent from a copy.
+    `packed` where they are sent from a copy, being several, or one with gaps.
     """
 
-    leg: int
-    tensor: int
-    view: View
+    parts: tuple[Part, ...]
     packed: bool
 
 
 class TrainerBinding(msgspec.Struct, frozen=True):
     """`sends` by leg, None where this rank has no part.
 
-    `carried` is the tensor of each leg, `last` the last leg of each tensor; `needed` is how
-    many of the trainer's tensors must have been given out before a leg. `shapes` are those
-    that this rank's shards must have, by tensor; `whole` the tensors that every rank gathers;
-    `packed_numel` the elements of the largest copy, by dtype.
+    `needed` is how many of the trainer's tensors must have been given out before a leg,
+    `dropped` the tensors that no leg after it needs. `shapes` are those that this rank's
+    shards must have, by tensor; `whole` the tensors that every rank gathers; `packed_numel`
+    the elements of the largest copy, by dtype.
     """
 
     sends: tuple[Send | None, ...]
-    carried: tuple[int, ...]
     needed: tuple[int, ...]
-    last: tuple[int, ...]
+    dropped: tuple[tuple[int, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     whole: frozenset[str]
     packed_numel: Mapping[str, int]
@@ -59,49 +63,58 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
     packed: defaultdict[str, int] = defaultdict(int)
     views: dict[tuple[int, int, int], View | None] = {}
     problems = Problems()
-    for leg, transfer in enumerate(plan.transfers):
-        (index,) = transfer.destinations
-        d = plan.destinations[index]
-        tensor, wire = plan.tensors[d.tensor], plan.wires[d.wire]
-        key = tensor.geometry, tensor.source, d.wire
+
+    def view_of(tensor: PlanTensor, wire: int) -> View | None:
+        key = tensor.geometry, tensor.source, wire
         if key not in views:
             try:
                 views[key] = sent_view(
                     plan.geometries[tensor.geometry].shape,
                     layouts[tensor.source],
-                    wire.base,
-                    plan.geometries[wire.geometry].shape,
-                    layouts[wire.source],
+                    plan.wires[wire].base,
+                    plan.geometries[plan.wires[wire].geometry].shape,
+                    layouts[plan.wires[wire].source],
                     rank,
                 )
             except ValueError as error:
                 problems.add(tensor.name, f"trainer {rank}: {error}", "rebuild the plan")
                 views[key] = None
-        view = views[key]
-        if view is None:
+        return views[key]
+
+    for transfer in plan.transfers:
+        parts = []
+        for d in (plan.destinations[index] for index in transfer.destinations):
+            view = view_of(plan.tensors[d.tensor], d.wire)
+            if view is not None:
+                parts.append(Part(d.tensor, view))
+        if not parts:
             sends.append(None)
             continue
-        gaps = not contiguous(view)
-        if gaps:
-            dtype = plan.dtypes[plan.geometries[tensor.geometry].dtype]
-            packed[dtype] = max(packed[dtype], prod(view.shape))
-        sends.append(Send(leg, d.tensor, view, gaps))
+        copied = len(parts) > 1 or not contiguous(parts[0].view)
+        if copied:
+            dtype = plan.dtypes[plan.geometries[plan.tensors[parts[0].tensor].geometry].dtype]
+            packed[dtype] = max(packed[dtype], sum(prod(part.view.shape) for part in parts))
+        sends.append(Send(tuple(parts), copied))
     problems.raise_if_any(BindError, "the plan does not fit the trainer")
     # All ranks take tensors at the same legs, whether they send them or not: a source may
     # run collectives, and a rank that ran ahead could wait for one that waits in those.
     position = {one.name: count for count, one in enumerate(held, start=1)}
-    carried = [plan.destinations[transfer.destinations[0]].tensor for transfer in plan.transfers]
-    needed = tuple(accumulate((position[plan.tensors[t].name] for t in carried), max))
-    last = dict(zip(carried, range(len(carried)), strict=True))
+    carried = [[plan.destinations[d].tensor for d in t.destinations] for t in plan.transfers]
+    needed = accumulate(
+        (max(position[plan.tensors[t].name] for t in tensors) for tensors in carried), max
+    )
+    last = {tensor: leg for leg, tensors in enumerate(carried) for tensor in tensors}
+    dropped: list[list[int]] = [[] for _ in carried]
+    for tensor, leg in last.items():
+        dropped[leg].append(tensor)
     shapes = tuple(
         local_shape(layouts[tensor.source], plan.geometries[tensor.geometry].shape)
         for tensor in plan.tensors
     )
     return TrainerBinding(
         sends=tuple(sends),
-        carried=tuple(carried),
-        needed=needed,
-        last=tuple(last[index] for index in range(len(plan.tensors))),
+        needed=tuple(needed),
+        dropped=tuple(map(tuple, dropped)),
         shapes=shapes,
         whole=whole,
         packed_numel=dict(packed),

@@ -21,28 +21,34 @@ from m2ncompile.runtime.views import View, contiguous
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Receive", "Staged", "WorkerBinding", "bind_worker"]
+__all__ = ["Part", "Receive", "Staged", "WorkerBinding", "bind_worker"]
 
 
 #: Of staged parameters, in bytes.
 _ALIGNMENT = 256
 
 
-class Receive(msgspec.Struct, frozen=True):
-    """This rank's part of one leg: what arrives for `tensor`, and where.
+class Part(msgspec.Struct, frozen=True):
+    """What arrives for `tensor`, and where it goes: `view` of the storage of `into`.
 
-    `into` is the parameter; None for `fallback`, where the whole tensor goes to
-    the loaders. What arrives is row-major, of the size of `view`, which is in
-    the parameter's storage: the live one for `direct`, a staged copy for
-    `reload`. `apart` where the view is no contiguous run in its order, or of
-    another dtype, so that it is received elsewhere and copied there.
+    That is the live parameter for `direct`, a staged copy for `reload`, and None
+    for `fallback`, where the whole tensor goes to the loaders.
     """
 
-    leg: int
     tensor: int
-    route: Route
     into: str | None
     view: View | None
+
+
+class Receive(msgspec.Struct, frozen=True):
+    """This rank's part of one leg: one tensor, or several that are stacked.
+
+    What arrives is row-major. It is received `apart` and copied where it is for
+    several places, or for one that is no contiguous run in its order, or of another dtype.
+    """
+
+    route: Route
+    parts: tuple[Part, ...]
     apart: bool
 
 
@@ -87,42 +93,48 @@ def bind_worker(plan: Plan, target: Target, rank: int) -> WorkerBinding:
     layouts = layouts_of(plan)
     receives: list[Receive | None] = []
     apart: defaultdict[str, int] = defaultdict(int)
-    arriving: dict[str, list[Receive]] = {}
+    arriving: dict[str, list[tuple[int, View]]] = {}
     routes: dict[str, set[Route]] = {}
     for leg, transfer in enumerate(plan.transfers):
-        (index,) = transfer.destinations
-        d = plan.destinations[index]
-        one = _receive(plan, layouts, leg, d, rank)
-        receives.append(one)
-        if one is None or one.into is None:
+        carried = [plan.destinations[index] for index in transfer.destinations]
+        carried = [d for d in carried if rank in layouts[d.layout].mesh.ranks]
+        if not carried:
+            receives.append(None)
             continue
-        routes.setdefault(one.into, set()).add(one.route)
-        if one.route == "reload":
-            arriving.setdefault(one.into, []).append(one)
-        if one.apart:
-            assert one.view is not None
-            dtype = plan.dtypes[plan.geometries[plan.tensors[one.tensor].geometry].dtype]
-            apart[dtype] = max(apart[dtype], prod(one.view.shape))
+        route, parts = carried[0].route, tuple(_part(plan, layouts, d, rank) for d in carried)
+        copied = len(parts) > 1 or not _in_place(plan, carried[0], parts[0])
+        receives.append(Receive(route, parts, copied))
+        for part in parts:
+            if part.into is None or part.view is None:
+                continue
+            routes.setdefault(part.into, set()).add(route)
+            if route == "reload":
+                arriving.setdefault(part.into, []).append((leg, part.view))
+        if copied and route != "fallback":
+            dtype = plan.dtypes[plan.geometries[plan.wires[carried[0].wire].geometry].dtype]
+            numel = sum(prod(part.view.shape) for part in parts if part.view is not None)
+            apart[dtype] = max(apart[dtype], numel)
     _check(plan, target, routes)
     staged, total = _stage(plan, target, arriving)
     return WorkerBinding(tuple(receives), staged, total, dict(apart))
 
 
-def _receive(
-    plan: Plan, layouts: Sequence[Layout], leg: int, d: PlanDestination, rank: int
-) -> Receive | None:
-    mesh = layouts[d.layout].mesh
-    if rank not in mesh.ranks:
-        return None
+def _part(plan: Plan, layouts: Sequence[Layout], d: PlanDestination, rank: int) -> Part:
     if d.landing is None:
-        return Receive(leg, d.tensor, d.route, None, None, False)
+        return Part(d.tensor, None, None)
     landing = plan.landings[d.landing]
     sizes, strides = zip(*landing.dims, strict=True)
-    view = View(d.offset_at(rank - mesh.start), sizes, strides)
-    param = plan.params[landing.param]
-    sent = plan.geometries[plan.wires[d.wire].geometry].dtype
-    apart = not contiguous(view) or plan.geometries[param.geometry].dtype != sent
-    return Receive(leg, d.tensor, d.route, param.name, view, apart)
+    view = View(d.offset_at(rank - layouts[d.layout].mesh.start), sizes, strides)
+    return Part(d.tensor, plan.params[landing.param].name, view)
+
+
+def _in_place(plan: Plan, d: PlanDestination, part: Part) -> bool:
+    """Whether what arrives can be received where it goes."""
+    if d.landing is None or part.view is None:
+        return True
+    param = plan.geometries[plan.params[plan.landings[d.landing].param].geometry]
+    sent = plan.geometries[plan.wires[d.wire].geometry]
+    return contiguous(part.view) and param.dtype == sent.dtype
 
 
 def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None:
@@ -202,7 +214,7 @@ class _Life(msgspec.Struct):
 
 
 def _stage(
-    plan: Plan, target: Target, arriving: Mapping[str, Sequence[Receive]]
+    plan: Plan, target: Target, arriving: Mapping[str, Sequence[tuple[int, View]]]
 ) -> tuple[dict[int, tuple[Staged, ...]], int]:
     """Places every reloaded parameter in staging memory, two in one place only one after the other.
 
@@ -210,7 +222,7 @@ def _stage(
     """
     spans: dict[str, tuple[int, int]] = {}
     for name, parts in arriving.items():
-        first, last = parts[0].leg, parts[-1].leg
+        first, last = parts[0][0], parts[-1][0]
         a, b = spans.get(_module(name), (first, last))
         spans[_module(name)] = min(a, first), max(b, last)
     # Where loaders fill a parameter on other workers alone they put zeros here: a bias that
@@ -230,16 +242,17 @@ def _stage(
         first, last = spans[_module(name)]
         extent = 1 + sum((n - 1) * s for n, s in zip(form.shape, form.strides, strict=True))
         itemsize = nbytes(form.dtype, (1,))
-        filled = sum(prod(part.view.shape) for part in parts if part.view is not None)
+        filled = sum(prod(view.shape) for _, view in parts)
         kept = target.kept(name, loaded)
         lives.append(
             _Life(
                 name=name,
                 form=form,
                 nbytes=-(-extent * itemsize // _ALIGNMENT) * _ALIGNMENT,
-                first=parts[0].leg if parts else first,
-                complete=parts[-1].leg if parts else first,
-                until=len(plan.transfers) if kept else last,
+                first=parts[0][0] if parts else first,
+                complete=parts[-1][0] if parts else first,
+                # A leg is settled while the next is under way.
+                until=len(plan.transfers) if kept else last + 1,
                 zeroed=filled < extent,
             )
         )

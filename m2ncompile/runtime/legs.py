@@ -9,6 +9,7 @@ import msgspec
 from m2ncompile.layout import Layout, local_shape
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.stacking import stacked
 
 __all__ = ["Leg", "legs_of"]
 
@@ -16,10 +17,12 @@ __all__ = ["Leg", "legs_of"]
 class Leg(msgspec.Struct, frozen=True):
     """One transfer: a tensor of `shape` from its layout on trainers to its layout on workers.
 
-    Ranks are the communicator's. `dtype` is torch's name.
+    `stack` tensors travel in it, one after the other along its first dim; 1 where
+    it is one tensor as it is. Ranks are the communicator's. `dtype` is torch's name.
     """
 
     dtype: str
+    stack: int
     shape: tuple[int, ...]
     source: Layout
     destination: Layout
@@ -38,19 +41,21 @@ class Leg(msgspec.Struct, frozen=True):
 def legs_of(plan: Plan) -> Sequence[Leg]:
     """In the order in which all ranks run them. Equal ones are one object."""
     layouts = layouts_of(plan)
-    known: dict[tuple[int, int], Leg] = {}
+    known: dict[tuple[int, int, tuple[int, ...]], Leg] = {}
     legs = []
     for transfer in plan.transfers:
-        (index,) = transfer.destinations
-        d = plan.destinations[index]
-        if (d.wire, d.layout) not in known:
-            wire = plan.wires[d.wire]
-            geometry = plan.geometries[wire.geometry]
-            known[d.wire, d.layout] = Leg(
-                plan.dtypes[geometry.dtype],
-                geometry.shape,
-                layouts[wire.source],
-                layouts[d.layout],
+        carried = [plan.destinations[index] for index in transfer.destinations]
+        wire, where = plan.wires[carried[0].wire], tuple(d.layout for d in carried)
+        key = wire.geometry, wire.source, where
+        if key not in known:
+            form = plan.geometries[wire.geometry]
+            stack = stacked(form.shape, layouts[wire.source], [layouts[i] for i in where])
+            known[key] = Leg(
+                plan.dtypes[form.dtype],
+                len(carried),
+                stack.shape,
+                stack.source,
+                stack.destination,
             )
-        legs.append(known[d.wire, d.layout])
+        legs.append(known[key])
     return legs

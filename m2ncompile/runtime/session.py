@@ -91,14 +91,14 @@ class Session:
             self._agree("source", source, title, error)
             assert plan is not None
             self._agree("destination", destination_digest(plan), title)
-            self._agree("data plane", self.transport.identity, title)
 
-            def prepare() -> T:
-                bound = bind(plan)
+            def prepare() -> str:
                 self.transport.prepare(legs_of(plan))
-                return bound
+                return self.transport.identity
 
-            bound, error = _attempt(prepare)
+            identity, error = _attempt(prepare)
+            self._agree("data plane", identity or "", title, error)
+            bound, error = _attempt(lambda: bind(plan))
             self._agree("readiness", "ready", title, error)
             self._agree("plan", plan.digest, title)
             deadline = Deadline(self.timeout)

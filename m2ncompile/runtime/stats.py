@@ -8,10 +8,10 @@ __all__ = ["RouteStats", "SyncStats"]
 
 
 class RouteStats(msgspec.Struct, frozen=True):
-    """`legs` in which this rank had a part; `nbytes` that it received by them."""
+    """`tensors`, or parts of some, that this rank received by a route, and their bytes."""
 
     route: str
-    legs: int
+    tensors: int
     nbytes: int
 
 

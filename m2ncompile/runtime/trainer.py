@@ -16,6 +16,7 @@ from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
+from m2ncompile.runtime.views import View
 
 __all__ = ["Trainer"]
 
@@ -55,8 +56,9 @@ class Trainer:
         self._dtypes: list[torch.dtype] = [
             getattr(torch, plan.dtypes[plan.geometries[t.geometry].dtype]) for t in plan.tensors
         ]
+        #: By dtype two buffers: one is packed while the other is sent.
         self._packed = {
-            dtype: torch.empty(numel, dtype=getattr(torch, dtype), device=self._device)
+            dtype: torch.empty(2, numel, dtype=getattr(torch, dtype), device=self._device)
             for dtype, numel in binding.packed_numel.items()
         }
         return binding
@@ -82,19 +84,29 @@ class Trainer:
     def _run(self, deadline: Deadline, progress: Progress | None) -> int:
         binding, transport = self._binding, self._session.transport
         given: dict[int, torch.Tensor] = {}
-        nbytes = taken = 0
+        #: Leg that last used each of the packed buffers.
+        used: dict[int, int] = {}
+        nbytes = taken = packed = 0
         with torch.no_grad():
             source = iter(self._shards.items(binding.whole))
             for leg, send in enumerate(binding.sends):
                 while taken < binding.needed[leg]:
                     self._take(source, taken, given)
                     taken += 1
-                piece = None if send is None else self._piece(send, given[send.tensor], deadline)
+                if send is None:
+                    piece = None
+                elif send.packed:
+                    if packed in used:
+                        transport.fence(used[packed], deadline)
+                    piece = self._pack(send, given, packed)
+                    used[packed], packed = leg, 1 - packed
+                else:
+                    piece = _view(given[send.parts[0].tensor], send.parts[0].view)
                 transport.run(leg, piece, None, deadline)
                 if piece is not None:
                     nbytes += piece.numel() * piece.element_size()
-                if binding.last[binding.carried[leg]] == leg:
-                    del given[binding.carried[leg]]
+                for tensor in binding.dropped[leg]:
+                    del given[tensor]
                 if progress is not None:
                     progress(leg + 1, len(binding.sends))
             while taken < len(self._order):  # collectives of the source run on all ranks
@@ -105,16 +117,14 @@ class Trainer:
             transport.wait(deadline)
         return nbytes
 
-    def _piece(self, send: Send, shard: torch.Tensor, deadline: Deadline) -> torch.Tensor:
-        """What this rank sends of its shard, contiguous."""
-        view = send.view
-        piece = shard.as_strided(view.shape, view.strides, shard.storage_offset() + view.offset)
-        if not send.packed:
-            return piece
-        # One buffer for all of a dtype: what was sent from it before must have gone.
-        self._session.transport.wait(deadline)
-        packed = self._packed[str(piece.dtype).removeprefix("torch.")]
-        return packed[: piece.numel()].view(piece.shape).copy_(piece)
+    def _pack(self, send: Send, given: dict[int, torch.Tensor], slot: int) -> torch.Tensor:
+        """What this rank sends in a leg, copied together."""
+        pieces = [_view(given[part.tensor], part.view) for part in send.parts]
+        shape = pieces[0].shape if len(pieces) == 1 else torch.Size((len(pieces), *pieces[0].shape))
+        buffer = self._packed[str(pieces[0].dtype).removeprefix("torch.")][slot]
+        packed = buffer[: shape.numel()].view(shape)
+        torch._foreach_copy_([packed] if len(pieces) == 1 else list(packed.unbind()), pieces)
+        return packed
 
     def _take(
         self,
@@ -150,3 +160,7 @@ class Trainer:
     def close(self) -> None:
         """Ends the run for this rank."""
         self._session.close()
+
+
+def _view(shard: torch.Tensor, view: View) -> torch.Tensor:
+    return shard.as_strided(view.shape, view.strides, shard.storage_offset() + view.offset)

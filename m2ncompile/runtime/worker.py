@@ -56,8 +56,9 @@ class Worker:
             )
         binding = bind_worker(plan, target, self._session.rank)
         self._staging = torch.empty(binding.staging_nbytes, dtype=torch.uint8, device=target.device)
+        #: By dtype two buffers: one is emptied while the other is received into.
         self._apart = {
-            dtype: torch.empty(numel, dtype=getattr(torch, dtype), device=target.device)
+            dtype: torch.empty(2, numel, dtype=getattr(torch, dtype), device=target.device)
             for dtype, numel in binding.apart_numel.items()
         }
         staged = {one.name: self._staged(one) for group in binding.staged.values() for one in group}
@@ -71,21 +72,25 @@ class Worker:
         for one in (one for group in binding.staged.values() for one in group if one.zeroed):
             self._cleared[one.first].append(self._staging[one.start : one.start + one.nbytes])
         live = target.live()
-        #: By leg, where what arrives belongs; None where that is not known before it does.
-        self._places: list[torch.Tensor | None] = []
+        #: By leg and part, where what arrives goes; None where loaders get it.
+        self._places: list[list[torch.Tensor | None]] = []
         for receive in binding.receives:
-            if receive is None or receive.into is None or receive.view is None:
-                self._places.append(None)
-                continue
-            into = staged if receive.route == "reload" else live
-            self._places.append(_view(into[receive.into], receive.view))
+            places: list[torch.Tensor | None] = []
+            for part in () if receive is None else receive.parts:
+                if receive is None or part.into is None or part.view is None:
+                    places.append(None)
+                else:
+                    into = staged if receive.route == "reload" else live
+                    places.append(_view(into[part.into], part.view))
+            self._places.append(places)
         legs = legs_of(plan)
         self._shapes = [leg.received_shape for leg in legs]
         self._dtypes: list[torch.dtype] = [getattr(torch, leg.dtype) for leg in legs]
-        counts = Counter(r.route for r in binding.receives if r is not None)
+        counts: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for leg, receive in enumerate(binding.receives):
             if receive is not None:
+                counts[receive.route] += len(receive.parts)
                 numel = torch.Size(self._shapes[leg]).numel()
                 nbytes[receive.route] += numel * self._dtypes[leg].itemsize
         self._routes = tuple(RouteStats(r, counts[r], nbytes[r]) for r in sorted(counts))
@@ -138,41 +143,56 @@ class Worker:
         self, deadline: Deadline, progress: Progress | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Runs all legs; gives out what falls back, for the engine's own loaders."""
-        transport = self._session.transport
-        for leg, receive in enumerate(self._binding.receives):
+        transport, receives = self._session.transport, self._binding.receives
+        before: torch.Tensor | None = None
+        for leg, receive in enumerate(receives):
             for memory in self._cleared.get(leg, ()):
                 memory.zero_()
-            if receive is None:
-                transport.run(leg, None, None, deadline)
-            else:
-                buffer = self._buffer(leg, receive)
-                transport.run(leg, None, buffer, deadline)
-                place = self._places[leg]
-                if receive.apart and place is not None:
-                    transport.wait(deadline)
-                    place.copy_(buffer.view(place.shape))
-                if receive.route == "fallback":
-                    transport.wait(deadline)
-                    tensor = self.plan.tensors[receive.tensor]
-                    shape = self.plan.geometries[tensor.geometry].shape
-                    yield tensor.name, buffer.view(shape)
-            if leg in self._complete:
-                transport.wait(deadline)
-                for name, value in self._complete[leg]:
-                    self._target.load(name, value)
+            buffer = None if receive is None else self._buffer(leg, receive)
+            transport.run(leg, None, buffer, deadline)
+            if leg:
+                # While this leg is under way.
+                yield from self._settle(leg - 1, before, deadline)
+            before = buffer
             if progress is not None:
-                progress(leg + 1, len(self._binding.receives))
+                progress(leg + 1, len(receives))
+        yield from self._settle(len(receives) - 1, before, deadline)
+
+    def _settle(
+        self, leg: int, buffer: torch.Tensor | None, deadline: Deadline
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Puts what arrived in a leg where it belongs, and hands over what that completes."""
+        receive, complete = self._binding.receives[leg], self._complete.get(leg, ())
+        apart = receive is not None and receive.apart
+        if apart or complete or (receive is not None and receive.route == "fallback"):
+            self._session.transport.fence(leg, deadline)
+        if receive is not None and buffer is not None:
+            pieces = buffer.unbind() if len(receive.parts) > 1 else (buffer,)
+            if receive.route == "fallback":
+                for part, piece in zip(receive.parts, pieces, strict=True):
+                    tensor = self.plan.tensors[part.tensor]
+                    shape = self.plan.geometries[tensor.geometry].shape
+                    yield tensor.name, piece.view(shape)
+            elif apart:
+                places = [place for place in self._places[leg] if place is not None]
+                torch._foreach_copy_(
+                    places,
+                    [piece.view(at.shape) for piece, at in zip(pieces, places, strict=True)],
+                )
+        for name, value in complete:
+            self._target.load(name, value)
 
     def _buffer(self, leg: int, receive: Receive) -> torch.Tensor:
-        """Contiguous memory for a leg, as this rank's shard of the wire."""
-        place, shape = self._places[leg], self._shapes[leg]
+        """Contiguous memory for a leg, as this rank's shard of it."""
+        shape, place = self._shapes[leg], self._places[leg][0]
+        if place is None:
+            # Loaders may keep a tensor until its module is complete: memory of its own.
+            return torch.empty(shape, dtype=self._dtypes[leg], device=self._target.device)
         if receive.apart:
-            apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")]
+            # Legs are settled one behind: two buffers are enough if they alternate by leg.
+            apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")][leg % 2]
             return apart[: torch.Size(shape).numel()].view(shape)
-        if place is not None:
-            return place.view(shape)
-        # Loaders may keep a whole tensor until its module is complete: memory of its own.
-        return torch.empty(shape, dtype=self._dtypes[leg], device=self._target.device)
+        return place.view(shape)
 
     def close(self) -> None:
         """Ends the run for this rank."""

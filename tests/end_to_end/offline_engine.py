@@ -1,4 +1,4 @@
-"""`vllm.LLM` behind the routes of `vllm serve` that the test uses. Runs in the engine's environment.
+"""`vllm.LLM` behind the routes of `vllm serve` that the test uses, in the engine's environment.
 
 usage: python offline_engine.py MODEL PORT
 """

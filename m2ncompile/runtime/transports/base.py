@@ -17,7 +17,7 @@ __all__ = ["Transport"]
 class Transport(Protocol):
     """Moves the legs of one plan for one rank.
 
-    In order: `identity` is agreed on; `prepare`, which makes what is local;
+    In order: `prepare`, which makes what is local; `identity` is agreed on;
     `connect`, which meets the other ranks; then, each sync, `run` for every leg
     in order, and `wait`. After an error only `close` is left.
     """
@@ -42,6 +42,13 @@ class Transport(Protocol):
 
         `send` is this rank's shard of the source, `receive` takes its shard of the
         destination: both contiguous, and untouched by others until `wait`.
+        """
+        ...
+
+    def fence(self, leg: int, deadline: Deadline) -> None:
+        """`leg` and those before it are done before anything that is enqueued from now on.
+
+        On a CPU the host waits for them; on a GPU the current stream does.
         """
         ...
 

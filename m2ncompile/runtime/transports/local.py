@@ -78,11 +78,15 @@ class LocalTransport:
                         hub.offered[key] = shard, count - 1
                     hub.changed.notify_all()
 
-    def wait(self, deadline: Deadline) -> None:
+    def fence(self, leg: int, deadline: Deadline) -> None:
         with self._hub.changed:
-            for leg in self._offers:
-                self._until((leg, self._rank), offered=False, deadline=deadline)
-            self._offers.clear()
+            while self._offers and self._offers[0] <= leg:
+                self._until((self._offers[0], self._rank), offered=False, deadline=deadline)
+                del self._offers[0]
+
+    def wait(self, deadline: Deadline) -> None:
+        if self._offers:
+            self.fence(self._offers[-1], deadline)
 
     def _until(self, key: tuple[int, int], offered: bool, deadline: Deadline) -> None:
         """Waits until a shard is there, or gone. The hub's lock is held."""

@@ -40,6 +40,7 @@ class _Ends(NamedTuple):
 class _Started(NamedTuple):
     """A leg under way: what to wait for, then what to copy where."""
 
+    leg: int
     works: list[Any]
     copies: list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -102,7 +103,7 @@ class TorchTransport:
             return
         if len(self._started) == _WINDOW:
             self._finish(self._started.popleft(), deadline)
-        started = _Started([], [])
+        started = _Started(leg, [], [])
         self._started.append(started)
         scratch = _Scratch(self._slots[self._next])
         self._next = (self._next + 1) % _WINDOW
@@ -119,6 +120,10 @@ class TorchTransport:
                     whole, piece = piece, scratch.like(piece)
                     started.copies.append((whole, piece))
                 started.works.append(self._group.recv([piece.flatten()], part.peer, leg))
+
+    def fence(self, leg: int, deadline: Deadline) -> None:
+        while self._started and self._started[0].leg <= leg:
+            self._finish(self._started.popleft(), deadline)
 
     def wait(self, deadline: Deadline) -> None:
         while self._started:

@@ -1,0 +1,89 @@
+"""Destinations to transfers: what can travel together does.
+
+Large tensors go as they are, since packing costs two copies of local memory;
+smaller ones of equal geometry are stacked, those of one layer together, so that
+the layer is finished early and its staging memory reused. What is small and
+written directly is stacked across layers, after the last of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+
+from m2ncompile.compile.routes import Destination
+from m2ncompile.dtypes import nbytes
+from m2ncompile.inventory.records import TensorInfo
+from m2ncompile.layout import Layout, Limits
+
+__all__ = ["coalesce"]
+
+#: Bytes of a whole tensor up to which it is stacked across layers.
+_SMALL = 1 << 20
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def coalesce(
+    tensors: Sequence[TensorInfo], destinations: Sequence[Destination], limits: Limits
+) -> tuple[tuple[int, ...], ...]:
+    """Groups of indices of `destinations`, one a transfer, in the order in which they run."""
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, d in enumerate(destinations):
+        tensor = tensors[d.tensor]
+        size = nbytes(tensor.dtype, d.wire.shape)
+        if len(d.wire.shape) >= limits.max_dims or size >= limits.stack_bytes:
+            groups[index].append(index)
+            continue
+        layer = None if size <= _SMALL and d.route == "direct" else _layer(tensor.name)
+        one_rank = d.layout.mesh.size == 1 and d.layout.split is None
+        where = "one rank" if one_rank else d.layout
+        groups[tensor.dtype, d.wire.shape, d.wire.source, where, d.route, layer].append(index)
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for key, group in groups.items():
+        across = isinstance(key, tuple) and key[-1] is None
+        for part in _parts(tensors, destinations, group, limits):
+            found.append((max(part) if across else min(part), part))
+    return tuple(part for _, part in sorted(found))
+
+
+def _layer(name: str) -> str:
+    """A tensor's name up to its first number, which is its layer's."""
+    match = _NUMBER.search(name)
+    return name[: match.end()] if match else name
+
+
+def _parts(
+    tensors: Sequence[TensorInfo],
+    destinations: Sequence[Destination],
+    group: Sequence[int],
+    limits: Limits,
+) -> Iterator[tuple[int, ...]]:
+    """A group, cut so that no rank stages more than it may."""
+    if len(group) == 1:
+        yield (group[0],)
+        return
+    first = destinations[group[0]]
+    size = nbytes(tensors[first.tensor].dtype, first.wire.shape)
+    sent, received = size // _shards(first.wire.source), size // _shards(first.layout)
+    by_rank: defaultdict[int, list[int]] = defaultdict(list)
+    for index in group:
+        by_rank[destinations[index].layout.mesh.start].append(index)
+    ranks = sorted(by_rank)
+    if len(ranks) == 1:
+        count = max(1, limits.stage_bytes // max(sent, received))
+        for start in range(0, len(group), count):
+            yield tuple(group[start : start + count])
+        return
+    even = len({len(one) for one in by_rank.values()}) == 1
+    if not even or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+        for rank in ranks:
+            yield from _parts(tensors, destinations, by_rank[rank], limits)
+        return
+    count = max(1, limits.stage_bytes // max(sent * len(ranks), received))
+    for start in range(0, len(by_rank[ranks[0]]), count):
+        yield tuple(i for rank in ranks for i in by_rank[rank][start : start + count])
+
+
+def _shards(layout: Layout) -> int:
+    return 1 if layout.split is None else layout.split[1]
