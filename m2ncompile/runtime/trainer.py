@@ -11,6 +11,7 @@ from m2ncompile.errors import RunError
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_trainer import Send, TrainerBinding, bind_trainer
 from m2ncompile.runtime.control import ControlPlane, Watch
+from m2ncompile.runtime.copies import copy_all
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.shards import Shards
@@ -123,7 +124,7 @@ class Trainer:
         shape = pieces[0].shape if len(pieces) == 1 else torch.Size((len(pieces), *pieces[0].shape))
         buffer = self._packed[str(pieces[0].dtype).removeprefix("torch.")][slot]
         packed = buffer[: shape.numel()].view(shape)
-        torch._foreach_copy_([packed] if len(pieces) == 1 else list(packed.unbind()), pieces)
+        copy_all([packed] if len(pieces) == 1 else packed.unbind(), pieces)
         return packed
 
     def _take(

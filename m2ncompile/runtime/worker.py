@@ -12,6 +12,7 @@ from m2ncompile.errors import EngineError
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_worker import Receive, Staged, WorkerBinding, bind_worker
 from m2ncompile.runtime.control import ControlPlane
+from m2ncompile.runtime.copies import copy_all
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.session import Session
@@ -175,10 +176,8 @@ class Worker:
                     yield tensor.name, piece.view(shape)
             elif apart:
                 places = [place for place in self._places[leg] if place is not None]
-                torch._foreach_copy_(
-                    places,
-                    [piece.view(at.shape) for piece, at in zip(pieces, places, strict=True)],
-                )
+                received = zip(pieces, places, strict=True)
+                copy_all(places, [piece.view(place.shape) for piece, place in received])
         for name, value in complete:
             self._target.load(name, value)
 

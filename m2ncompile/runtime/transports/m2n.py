@@ -35,6 +35,8 @@ __all__ = ["M2nTransport", "pool_bytes"]
 _NCCL = (2, 30, 5)
 _POOL = "NCCL_RESHARD_PACK_BUFFSIZES"
 _POOL_SLOTS = 2
+#: Legs whose end can be waited for by itself.
+_KEPT = 8
 #: How often a wait looks for errors, in seconds.
 _LOOK = 0.05
 
@@ -166,7 +168,7 @@ class M2nTransport:
         event = torch.cuda.Event()
         event.record(self._stream)
         self._done[leg] = event
-        if len(self._done) > 8:  # nobody fences further back than two legs
+        if len(self._done) > _KEPT:
             self._done.popitem(last=False)
 
     def _describe(self, leg: int, buffer: torch.Tensor, layout: Layout) -> Any:
@@ -180,7 +182,9 @@ class M2nTransport:
         return self._described[key]
 
     def fence(self, leg: int, deadline: Deadline) -> None:
-        if (event := self._done.get(leg)) is not None:
+        # One stream runs them in order: where the leg's own event is no longer kept, a later one.
+        event = next((event for kept, event in self._done.items() if kept >= leg), None)
+        if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def wait(self, deadline: Deadline) -> None:
