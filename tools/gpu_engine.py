@@ -1,0 +1,319 @@
+"""A real vLLM on this machine's GPUs, fed by a trainer over NCCL M2N.
+
+usage: python tools/gpu_engine.py FOLDER...
+
+Each FOLDER has a `config.json` and a `plan.json` for it, for one trainer rank and a vLLM of the
+plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP` makes one, on any machine with
+the compiler. The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
+starts with the same weights. Checked after each of three syncs, the first of negated weights:
+every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
+makes it; and greedy tokens are counted that are transformers' (MoE differs by rounding).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], list(range(100, 140)), [9, 900, 33, 512, 77]]
+NEW_TOKENS = 12
+SIZES = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=1024,
+    max_position_embeddings=4096,
+    initializer_range=0.2,
+)
+EXPERTS = dict(moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2)
+KINDS = {"llama": "Llama-3.1-8B", "qwen3moe": "Qwen3-30B-A3B"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arguments", nargs="+")
+    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--serve", action="store_true")
+    options = parser.parse_args()
+    if options.prepare:
+        folder, kind, tp = options.arguments
+        prepare(Path(folder), kind, int(tp))
+    elif options.serve:
+        folder, port = options.arguments
+        serve(Path(folder), int(port))
+    else:
+        failed = [folder for folder in options.arguments if not run(Path(folder))]
+        print("failed:" if failed else "all passed", *failed, flush=True)
+        os._exit(bool(failed))
+
+
+def prepare(folder: Path, kind: str, tp: int) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import m2ncompile
+    from m2ncompile.compile.pipeline import build_plan
+    from m2ncompile.spec import load_spec
+
+    source = ROOT / "plans" / "models" / KINDS[kind] / "config.json"
+    config = json.loads(source.read_text()) | SIZES | (EXPERTS if kind == "qwen3moe" else {})
+    for key in ("rope_scaling", "layer_types", "max_window_layers"):
+        config.pop(key, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
+    (folder / "manifest.json").write_bytes(m2ncompile.capture(model))
+    (folder / "spec.toml").write_text(
+        '[model]\npath = "."\nmanifest = "manifest.json"\n'
+        f'[engine]\nversion = "0.33.0"\ntarget = "cuda-sm90"\ndtype = "bfloat16"\ntp = {tp}\n'
+        '[trainer]\nranks = 1\nlayout = "ddp"\n'
+    )
+    (folder / "plan.json").write_bytes(build_plan(load_spec(folder / "spec.toml")).encoded)
+
+
+# The engine's process.
+
+
+def digests(worker: Any) -> dict[str, str]:
+    """Of every live parameter, inside of a worker."""
+    import hashlib
+
+    import torch
+
+    return {
+        name: hashlib.sha256(
+            parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        ).hexdigest()
+        for name, parameter in worker.get_model().named_parameters()
+    }
+
+
+def serve(folder: Path, port: int) -> None:
+    from vllm import LLM, SamplingParams
+
+    tp = json.loads((folder / "plan.json").read_text())["inputs"]["engine"]["tp"]
+    llm = LLM(
+        str(folder / "start"),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.15,
+        tensor_parallel_size=tp,
+        disable_custom_all_reduce=True,
+        enable_prefix_caching=False,
+        weight_transfer_config={"backend": "m2n_plan"},
+        **({"distributed_executor_backend": "mp"} if tp > 1 else {}),
+    )
+
+    def generate(_: Any) -> Any:
+        params = SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    routes = {
+        "/init_weight_transfer_engine": llm.init_weight_transfer_engine,
+        "/start_weight_update": lambda _: llm.start_weight_update(),
+        "/update_weights": llm.update_weights,
+        "/finish_weight_update": lambda body: llm.finish_weight_update(body.get("weight_version")),
+        "/shutdown_weight_transfer_engine": lambda _: llm.shutdown_weight_transfer_engine(),
+        "/generate": generate,
+        "/digests": lambda _: llm.collective_rpc(digests),
+        "/reload": lambda body: (
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": body["path"]}) and None
+        ),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, {})
+
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                self._answer(200, routes[self.path](json.loads(data or b"{}") or {}))
+            except Exception as error:
+                self._answer(500, f"{type(error).__name__}: {error}")
+
+        def _answer(self, status: int, body: Any) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+class Client:
+    """The engine's four calls, and those of this check."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def call(self, route: str, body: Any = None) -> Any:
+        request = Request(
+            f"{self._url}/{route}",
+            json.dumps(body or {}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urlopen(request, timeout=180) as answer:
+                return json.loads(answer.read())
+        except OSError as error:
+            detail = error.read().decode() if hasattr(error, "read") else str(error)
+            raise RuntimeError(f"{route}: {detail}") from None
+
+    def init_weight_transfer_engine(self, init_info: Any) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.call("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", {"weight_version": weight_version})
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def run(folder: Path) -> bool:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plan = json.loads((folder / "plan.json").read_text())
+    tp, gpus, port = plan["inputs"]["engine"]["tp"], torch.cuda.device_count(), free_port()
+    if tp > gpus:
+        print(f"{folder}: skipped, tp {tp} on {gpus} GPU", flush=True)
+        return True
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus - tp, gpus))),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `digests` is sent to the workers
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda:0").eval()
+    model.save_pretrained(folder / "start")
+    log = folder / "engine.log"
+    command = [sys.executable, __file__, "--serve", str(folder), str(port)]
+    with log.open("wb") as out:
+        engine = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return drive(folder, model, port, engine)
+    except Exception as error:
+        print(f"{folder.name}: {type(error).__name__}: {error}\n{log.read_text()[-3000:]}")
+        return False
+    finally:
+        os.killpg(engine.pid, signal.SIGKILL)
+        engine.wait()
+
+
+def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) -> bool:
+    import torch
+
+    import m2ncompile
+
+    began, client = time.monotonic(), Client(port)
+    while True:
+        try:
+            before = client.call("digests")
+            break
+        except RuntimeError:
+            if engine.poll() is not None or time.monotonic() - began > 150:
+                raise
+            time.sleep(0.5)
+    print(f"{folder.name}: vLLM up after {time.monotonic() - began:.0f} s", flush=True)
+
+    @torch.no_grad()
+    def greedy() -> list[list[int]]:
+        found = []
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            for _ in range(NEW_TOKENS):
+                logits = model(input_ids=torch.tensor([ids], device="cuda:0")).logits
+                ids.append(int(logits[0, -1].float().argmax()))
+            found.append(ids[len(prompt) :])
+        return found
+
+    began = time.monotonic()
+    trainer = m2ncompile.trainer(
+        folder / "plan.json",
+        model,
+        address=f"127.0.0.1:{free_port()}",
+        rank=0,
+        client=client,
+        device="cuda:0",
+        transport="m2n",
+        timeout=60.0,
+    )
+    print(f"  start {time.monotonic() - began:.2f} s", flush=True)
+    good = True
+    for step in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_((-1, -1.25, 0.5)[step])
+        began = time.monotonic()
+        stats = trainer.send()
+        seconds = time.monotonic() - began
+        tokens, expected = client.call("generate"), greedy()
+        pairs = zip(chain(*tokens), chain(*expected), strict=True)
+        same = sum(a == b for a, b in pairs)
+        sent = client.call("digests")
+        checkpoint = folder / f"checkpoint-{step}"
+        model.save_pretrained(checkpoint)
+        client.call("reload", {"path": str(checkpoint)})
+        loaded = client.call("digests")
+        differ = [n for a, b in zip(sent, loaded, strict=True) for n in a if a[n] != b[n]]
+        stayed = [n for a, b in zip(sent, before, strict=True) for n in a if a[n] == b[n]]
+        good, before = good and not differ and not stayed, sent
+        count = sum(map(len, sent))
+        print(
+            f"  sync {stats.version}: {1e3 * seconds:.0f} ms in all, {1e3 * stats.seconds:.0f} ms "
+            f"the transfer; {count - len(differ)} of {count} parameters as vLLM's own reload makes "
+            f"them {differ[:3]}, {len(stayed)} unchanged; "
+            f"{same} of {NEW_TOKENS * len(PROMPTS)} tokens as transformers'",
+            flush=True,
+        )
+    trainer.close()
+    return good
+
+
+if __name__ == "__main__":
+    main()
