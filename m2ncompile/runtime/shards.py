@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.distributed.weight_transfer.base import WeightSource
 
-__all__ = ["Held", "ModuleShards", "Shards", "SourceShards", "shards_of"]
+__all__ = ["Held", "ModuleShards", "Shards", "SourceShards", "saved", "shards_of"]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -66,11 +66,19 @@ def shards_of(source: Any, ranks: int, device: torch.device | None = None) -> Sh
     )
 
 
-class ModuleShards:
-    """Parameters of a module: DTensors (FSDP2, tensor parallel), or plain on every rank.
+def saved(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers (a router's bias), each under its first name alone."""
+    seen = set()
+    for path, owner in module.named_modules():
+        passing = owner._non_persistent_buffers_set
+        for leaf, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None and leaf not in passing and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{leaf}".lstrip("."), tensor
 
-    A tied parameter counts once, under its first name. Buffers are not sent.
-    """
+
+class ModuleShards:
+    """What a module would save: DTensors (FSDP2, tensor parallel), or plain on every rank."""
 
     def __init__(
         self, module: torch.nn.Module, ranks: int, device: torch.device | None = None
@@ -87,7 +95,7 @@ class ModuleShards:
                 gathers=hasattr(parameter, "full_tensor"),
                 flaw=self._flaw(parameter),
             )
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in saved(self._module)
         ]
 
     def _flaw(self, parameter: Any) -> str | None:
@@ -99,7 +107,7 @@ class ModuleShards:
         return None
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in saved(self._module):
             local: Any = parameter.detach()
             if hasattr(local, "to_local"):
                 local = local.full_tensor() if name in whole else local.to_local()
