@@ -130,6 +130,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
     problems = Problems()
     live = target.live()
     storages: dict[int, str] = {}
+    reloaded = {_module(name): name for name, found in routes.items() if "reload" in found}
     for param in plan.params:
         if param.name not in routes:
             continue  # another worker's
@@ -153,6 +154,14 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
             )
             continue
         if "direct" not in routes[param.name]:
+            continue
+        if (sibling := reloaded.get(_module(param.name))) is not None:
+            problems.add(
+                param.name,
+                f"it is written directly, but {sibling} goes by reload, and the engine reloads "
+                "a module as a unit",
+                "rebuild the plan",
+            )
             continue
         if param.name not in live:
             problems.add(param.name, "it is written directly, and gone since it was loaded")
