@@ -71,12 +71,12 @@ def agree(
         except msgspec.DecodeError as wrong:
             problems.append(Problem(where, f"its answer is no envelope: {wrong}"))
             continue
-        if envelope.phase != phase:
+        if envelope.error is not None:
+            message = envelope.error  # also of one that left, which is at no phase
+        elif envelope.phase != phase:
             message = f'it is at "{envelope.phase}", not at "{phase}"'
         elif envelope.world != len(answers.by_rank):
             message = f"it counts {envelope.world} ranks in all, not {len(answers.by_rank)}"
-        elif envelope.error is not None:
-            message = envelope.error
         elif not envelope.digest:
             message = "its answer has neither a digest nor an error"
         else:

@@ -103,7 +103,7 @@ class Session:
             self._agree("plan", plan.digest, title)
             deadline = Deadline(self.timeout)
             _, error = _attempt(lambda: self.transport.connect(deadline))
-            patience = Deadline(deadline.remaining + GRACE)
+            patience = deadline.extended(GRACE)
             self._agree("connection", "connected", title, error, deadline=patience)
         except BaseException as failure:
             self._leave(failure)
@@ -153,7 +153,7 @@ class Session:
             result, error = _attempt(lambda: run(version, deadline))
             if error is not None:
                 self.transport.close()  # wakes those who wait for this rank
-            ending = Deadline(deadline.remaining + GRACE)
+            ending = deadline.extended(GRACE)
             ended = ending.remaining
             self._agree(
                 "end",
@@ -183,7 +183,7 @@ class Session:
 
     def _leave(self, failure: BaseException, version: str | None = None) -> None:
         """After a failure no rank can know what the others do next."""
-        words = " ".join(str(failure).split("\n")[0].split()) or type(failure).__name__
+        words = _words(failure)
         weights = "" if version is None else f"; weights may be partly those of version {version}"
         self.unusable = f"{words}{weights}. Connect again, then send everything"
         if not isinstance(failure, RunError):
@@ -198,6 +198,13 @@ class Session:
         if self.unusable is None:
             self.unusable = "it was closed"
         self.transport.close()
+
+
+def _words(failure: BaseException) -> str:
+    """A failure and its causes in one line."""
+    lines = [" ".join(line.split()) for line in str(failure).splitlines()]
+    text = "; ".join(line for line in lines if line) or type(failure).__name__
+    return text if len(text) <= 1000 else f"{text[:1000]}..."
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
