@@ -53,6 +53,7 @@ class Session:
         self._watch = watch
         self._syncs = 0
         self._closed = threading.Event()
+        self._busy = threading.Lock()
 
     @property
     def rank(self) -> int:
@@ -135,6 +136,17 @@ class Session:
         """
         if self.unusable is not None:
             raise RunError(f"this run has ended: {self.unusable}")
+        if not self._busy.acquire(blocking=False):
+            raise RunError("another thread of this rank is in a sync, or closed the run")
+        try:
+            return self._sync(note, run)
+        finally:
+            if self._closed.is_set():
+                self.control.close()
+            else:
+                self._busy.release()
+
+    def _sync(self, note: str, run: Callable[[str, Deadline], T]) -> tuple[str, T, float]:
         deadline = Deadline(self.timeout)
         try:
             notes = self._agree(
@@ -151,6 +163,8 @@ class Session:
         began = self.timeout - deadline.remaining
         try:
             result, error = _attempt(lambda: run(version, deadline))
+            if self._closed.is_set():
+                error = "it was closed during the sync"
             if error is not None:
                 self.transport.close()  # wakes those who wait for this rank
             ending = deadline.extended(GRACE)
@@ -162,6 +176,7 @@ class Session:
                 error,
                 deadline=ending,
             )
+            self.control.settle()
         except BaseException as failure:
             self._leave(failure, version)
             raise
@@ -192,12 +207,17 @@ class Session:
             with suppress(Exception):
                 self.control.leave(f"it left: {words}", msgspec.json.encode(gone))
         self.transport.close()
+        with suppress(Exception):
+            self.control.settle()
 
     def close(self) -> None:
         """Ends the run for this rank. Ranks in the middle of a sync get an error."""
+        self._closed.set()
         if self.unusable is None:
             self.unusable = "it was closed"
         self.transport.close()
+        if self._busy.acquire(blocking=False):  # and never again
+            self.control.close()
 
 
 def _words(failure: BaseException) -> str:
