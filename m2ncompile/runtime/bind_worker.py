@@ -130,6 +130,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
     problems = Problems()
     live = target.live()
     storages: dict[int, str] = {}
+    strangers = sorted(live.keys() - {param.name for param in plan.params})
     reloaded = {_module(name): name for name, found in routes.items() if "reload" in found}
     for param in plan.params:
         if param.name not in routes:
@@ -139,7 +140,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
         expected = Form(plan.dtypes[geometry.dtype], geometry.shape, param.stride or row_major)
         form = target.load_form(param.name)
         if form is None:
-            close = nearest(param.name, live) if len(problems) < 20 else None
+            close = nearest(param.name, strangers) if len(problems) < 20 else None
             problems.add(
                 param.name,
                 "the worker has no such parameter",
