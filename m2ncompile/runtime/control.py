@@ -112,8 +112,11 @@ class StoreControl:
 
     def leave(self, why: str, mine: bytes) -> None:
         if self.rank:
-            self._store.set(f"{self._round}/{self.rank}", mine)
-            self._store.set(f"{self._round}/read/{self.rank}", b"")  # nor reads it
+            # An interrupt may have come before it spoke in the round that it was in.
+            for number in (max(self._round - 1, 0), self._round):
+                if not self._store.check([f"{number}/{self.rank}"]):
+                    self._store.set(f"{number}/{self.rank}", mine)
+                    self._store.set(f"{number}/read/{self.rank}", b"")  # nor reads it
             return
         for number in (self._round - 1, self._round):
             if number >= 0 and not self._store.check([f"{number}/all"]):
