@@ -83,6 +83,26 @@ def test_who_leaves_says_so_in_the_round_that_the_others_come_to(
         assert answers == Answers((b"two", b"two", b"gone", b"two"))
 
 
+def test_who_leaves_before_it_spoke_says_so_in_that_round(planes: list[StoreControl]) -> None:
+    """As when an interrupt comes just as it begins to speak."""
+
+    class Interrupted:
+        """A store that is not written to yet."""
+
+        def set(self, key: str, value: bytes) -> None:
+            raise KeyboardInterrupt
+
+    together([speak(plane, "one") for plane in planes])
+    real, planes[2]._store = planes[2]._store, Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        speak(planes[2], "two")()
+    planes[2]._store = real
+    planes[2].leave("interrupted", b"gone")
+    others = [plane for plane in planes if plane.rank != 2]
+    for answers in together([speak(plane, "two") for plane in others]):
+        assert answers == Answers((b"two", b"two", b"gone", b"two"))
+
+
 def test_rank_0_leaves_those_who_wait_for_it(planes: list[StoreControl]) -> None:
     together([speak(plane, "one") for plane in planes])
     waiting = [speak(plane, "two") for plane in planes[1:]]

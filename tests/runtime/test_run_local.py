@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Collection, Sequence
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from m2ncompile.compile.assemble import assemble
+from m2ncompile.compile.routes import Destination, Landing, Param, Wire
 from m2ncompile.errors import RunError
+from m2ncompile.inventory import TensorInfo
+from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.stats import SyncStats
@@ -16,7 +22,7 @@ from m2ncompile.runtime.trainer import Trainer
 from m2ncompile.runtime.transports.local import LocalHub, LocalTransport
 from m2ncompile.runtime.worker import Worker
 from m2ncompile.verify.transfers import random_tensors
-from tests.plans import make_plan
+from tests.plans import make_inputs, make_plan
 from tests.runs import (
     DictTarget,
     GivenShards,
@@ -208,3 +214,55 @@ def test_an_engine_of_another_version_is_refused_on_every_rank() -> None:
         Run(plan, targets)
     text = "worker 1: the plan is for vLLM 0.33.0, this worker runs 0.34.0"
     assert text in str(caught.value)
+
+
+def test_a_run_closed_by_another_thread_in_a_sync_gives_its_store_back() -> None:
+    run = Run(make_plan())
+
+    def close(done: int, of: int) -> None:
+        closing = threading.Thread(target=run.workers[1].close)
+        closing.start()
+        closing.join()
+
+    calls = [*(t.send for t in run.trainers), run.workers[0].receive]
+    errors = failures([*calls, lambda: run.workers[1].receive(close)])
+    assert len(set(errors)) == 1
+    assert "worker 1: it was closed during the sync" in errors[0]
+    assert not hasattr(run.workers[1]._session.control, "_store")
+    with pytest.raises(RunError, match=r"this run has ended: .*it was closed during the sync"):
+        run.workers[1].receive()
+
+
+def test_two_threads_of_a_rank_do_not_sync_at_once() -> None:
+    run = Run(make_plan())
+    second: list[str] = []
+
+    def again(done: int, of: int) -> None:
+        second.extend(failures([run.workers[0].receive]))
+
+    calls = [*(t.send for t in run.trainers), run.workers[1].receive]
+    together([*calls, lambda: run.workers[0].receive(again)])
+    assert set(second) == {"another thread of this rank is in a sync, or closed the run"}
+
+
+class Slow(DictTarget):
+    """Stands for an engine that takes long to begin."""
+
+    def begin(self, reloaded: Collection[str], everything: bool) -> None:
+        time.sleep(0.2)
+        super().begin(reloaded, everything)
+
+
+def test_a_packed_piece_stays_until_it_is_sent() -> None:
+    """Columns of two tensors go through one buffer, and nobody takes the first in time."""
+    shape, whole = (4, 4), Layout(Mesh((2, 1), 0), None)
+    columns = Layout(Mesh((2, 1), 0), (1, REPLICATE))
+    wire = Wire(0, (*shape, 1), columns)
+    destinations = []
+    for index, name in enumerate("ab"):
+        landing = Landing(Param(name, "float32", shape), (0,), ((16, 1),))
+        layout = Layout(Mesh((1, 1), 2), None)
+        destinations.append(Destination(index, wire, "direct", layout, landing, None))
+    tensors = [TensorInfo(name, "float32", shape) for name in "ab"]
+    plan = assemble(make_inputs(tp=1), tensors, [whole] * 2, destinations)
+    Run(plan, [Slow(params_of(plan, 0))]).check_syncs([1, 2])

@@ -137,6 +137,13 @@ def test_a_sender_that_holds_nothing_is_refused() -> None:
         sent_view((4,), held, 0, (4,), WHOLE, 3)
 
 
+def test_a_range_that_reaches_out_of_the_tensor_is_refused() -> None:
+    held, sent = (Layout(Mesh((2, 1), 0), (1, REPLICATE)),) * 2
+    assert sent_view((4, 2), held, 0, (4, 2), sent, 1) == View(0, (4, 1), (1, 1))
+    with pytest.raises(ValueError, match="it does not hold all of what it is to send"):
+        sent_view((4, 2), held, 0, (8, 2), sent, 1)
+
+
 @pytest.mark.parametrize(
     ("view", "whether"),
     [
