@@ -62,7 +62,7 @@ def changed(**changes: object) -> list[Held]:
 def test_a_trainer_that_holds_what_the_plan_assumes() -> None:
     plan = make_plan()
     binding = bind_trainer(plan, held_of(plan), 1)
-    assert [send.tensor for send in binding.sends if send] == [0, 1, 2, 3]
+    assert [part.tensor for send in binding.sends if send for part in send.parts] == [0, 1, 2, 3]
     assert binding.shapes == ((4, 4), (2, 8), (2,), (2, 8))
     assert not binding.whole and not binding.packed_numel
 
@@ -167,14 +167,15 @@ def test_tensors_are_taken_from_the_source_before_they_are_needed(seed: int) -> 
     bindings = [bind_trainer(plan, held, rank) for rank in range(2)]
     position = {one.name: count for count, one in enumerate(held, 1)}
     for binding in bindings:
+        last: dict[int, int] = {}
         for leg, transfer in enumerate(plan.transfers):
-            tensor = plan.destinations[transfer.destinations[0]].tensor
-            assert binding.carried[leg] == tensor
-            assert binding.needed[leg] >= position[plan.tensors[tensor].name]
-            assert binding.last[tensor] >= leg
+            for tensor in {plan.destinations[index].tensor for index in transfer.destinations}:
+                assert binding.needed[leg] >= position[plan.tensors[tensor].name]
+                last[tensor] = leg
         assert list(binding.needed) == sorted(binding.needed)
-        for tensor, last in enumerate(binding.last):
-            assert binding.carried[last] == tensor
+        # What no later leg needs is let go, once.
+        dropped = [(tensor, leg) for leg, gone in enumerate(binding.dropped) for tensor in gone]
+        assert sorted(dropped) == sorted(last.items())
     # A source may run collectives: no rank takes more than another before a leg.
     assert bindings[0].needed == bindings[1].needed
 
@@ -511,7 +512,10 @@ def test_what_never_arrives_is_zeroed() -> None:
 def lives(
     plan: Plan, binding: WorkerBinding, keeps: Collection[str]
 ) -> list[tuple[str, int, int, int, int]]:
-    """(name, first byte, end, first leg, last leg) of everything staged, by its definition."""
+    """(name, first byte, end, first leg, last leg) of everything staged, by its definition.
+
+    What is not kept is done with when the leg after the module's last has begun.
+    """
     done: dict[str, int] = {}
     for leg, group in binding.staged.items():
         for one in group:
@@ -523,7 +527,7 @@ def lives(
             one.start,
             one.start + one.nbytes,
             one.first,
-            len(plan.transfers) if one.name in keeps else done[one.name.rpartition(".")[0]],
+            len(plan.transfers) if one.name in keeps else done[one.name.rpartition(".")[0]] + 1,
         )
         for group in binding.staged.values()
         for one in group
@@ -554,10 +558,11 @@ def check_fills(binding: WorkerBinding) -> None:
     """Every part arrives while its parameter has its place, and the last one completes it."""
     staged = {one.name: (leg, one) for leg, group in binding.staged.items() for one in group}
     filled: dict[str, list[int]] = {}
-    for receive in binding.receives:
+    for leg, receive in enumerate(binding.receives):
         if receive is not None and receive.route == "reload":
-            assert receive.into is not None
-            filled.setdefault(receive.into, []).append(receive.leg)
+            for part in receive.parts:
+                assert part.into is not None
+                filled.setdefault(part.into, []).append(leg)
     for name, legs in filled.items():
         complete, one = staged[name]
         assert (one.first, complete) == (legs[0], legs[-1])
@@ -568,8 +573,8 @@ def test_layers_take_turns_in_staging_memory() -> None:
     for layers in (1, 2, 10):
         plan = layers_plan(layers, "reload")
         params = params_of(plan, 0)
-        # Modules of one parameter each: no more than one is needed at a time.
-        assert bind_worker(plan, DictTarget(params), 2).staging_nbytes == 32 * 4 * 4
+        # Modules of one parameter each: one is settled while the next arrives.
+        assert bind_worker(plan, DictTarget(params), 2).staging_nbytes == 2 * 32 * 4 * 4
         kept = bind_worker(plan, DictTarget(params, [*params]), 2)
         assert kept.staging_nbytes == 2 * layers * 32 * 4 * 4
 

@@ -30,7 +30,7 @@ def legs(draw: st.DrawFn) -> Leg:
     shape = tuple(draw(st.lists(size, min_size=1, max_size=3)))
     trainers, workers = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     source = draw(layouts(shape, draw(st.integers(0, 2)), trainers))
-    return Leg("float32", shape, source, draw(layouts(shape, 10, workers)))
+    return Leg("float32", 1, shape, source, draw(layouts(shape, 10, workers)))
 
 
 @given(legs())
@@ -65,7 +65,11 @@ def test_workers_are_dealt_out_among_trainers_that_hold_the_same(
     trainers: int, workers: int
 ) -> None:
     leg = Leg(
-        "float32", (4,), Layout(Mesh((trainers, 1), 0), None), Layout(Mesh((workers, 1), 9), None)
+        "float32",
+        1,
+        (4,),
+        Layout(Mesh((trainers, 1), 0), None),
+        Layout(Mesh((workers, 1), 9), None),
     )
     loads = Counter({rank: 0 for rank in range(trainers)})
     loads.update(message.sender for message in messages(leg))

@@ -148,7 +148,7 @@ def test_stats_count_what_each_rank_sent_or_received() -> None:
     direct, fallback = 2 * 4 * 8 * 2 // 2, 8 * 4 * 2 + 4 * 4  # bytes of each worker
     assert first.nbytes == second.nbytes == (2 * 4 * 8 * 2 + fallback) // 2
     for stats in workers:
-        routes = {route.route: (route.legs, route.nbytes) for route in stats.routes}
+        routes = {route.route: (route.tensors, route.nbytes) for route in stats.routes}
         assert routes == {"direct": (2, direct), "fallback": (2, fallback)}
         assert stats.nbytes == direct + fallback
     assert all(0 <= stats.agreeing <= stats.seconds for stats in (first, second, *workers))

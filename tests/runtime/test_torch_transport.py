@@ -21,7 +21,7 @@ SECONDS = 60.0
 
 
 def leg(*shape: int) -> Leg:
-    return Leg("float32", shape, WHOLE, ONE)
+    return Leg("float32", 1, shape, WHOLE, ONE)
 
 
 #: More than are under way at once, of several sizes.
@@ -68,7 +68,7 @@ def test_pieces_cut_out_of_tensors_on_both_sides(columns: int) -> None:
     store = HashStore()
     source = Layout(Mesh((2, 1), 0), (columns, REPLICATE))
     destination = Layout(Mesh((2, 1), 2), (1 - columns, REPLICATE))
-    legs = [Leg("int64", (4, 6), source, destination)] * (2 * module._WINDOW + 1)
+    legs = [Leg("int64", 1, (4, 6), source, destination)] * (2 * module._WINDOW + 1)
     tensors = [torch.arange(24).view(4, 6) + 100 * number for number in range(len(legs))]
 
     def half(layout: Layout, tensor: torch.Tensor, place: int) -> torch.Tensor:
