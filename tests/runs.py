@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from m2ncompile.compile.assemble import assemble
+from m2ncompile.compile.coalesce import coalesce
 from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Route, Wire
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
@@ -61,7 +62,9 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 # --- plans
 
 
-def varied_plan(seed: int, trainers: int = 2, workers: int = 2, tensors: int = 12) -> Plan:
+def varied_plan(
+    seed: int, trainers: int = 2, workers: int = 2, tensors: int = 12, stacked: bool = False
+) -> Plan:
     """A random plan: all routes, parts, strided landings, padding, other dtypes, sub-meshes."""
     rng = random.Random(seed)
     infos, sources, destinations = [], [], []
@@ -77,7 +80,21 @@ def varied_plan(seed: int, trainers: int = 2, workers: int = 2, tensors: int = 1
         destinations += _destinations(rng, number, infos[-1], source, trainers, workers, route)
     rng.shuffle(destinations)
     inputs = make_inputs(trainers=trainers, tp=workers)
-    return assemble(inputs, infos, sources, destinations)
+    if not stacked:
+        return assemble(inputs, infos, sources, destinations)
+    # Everything twice, so that transfers of equal geometry are there to be stacked.
+    infos += [msgspec.structs.replace(info, name=f"{info.name}x") for info in infos]
+    destinations += [_twin(d, d.tensor + tensors) for d in destinations]
+    transfers = coalesce(infos, destinations, inputs.limits)
+    return assemble(inputs, infos, sources * 2, destinations, transfers)
+
+
+def _twin(d: Destination, tensor: int) -> Destination:
+    landing = d.landing
+    if landing is not None:
+        param = msgspec.structs.replace(landing.param, name=f"{landing.param.name}x")
+        landing = msgspec.structs.replace(landing, param=param)
+    return msgspec.structs.replace(d, tensor=tensor, landing=landing)
 
 
 def random_layout(rng: random.Random, shape: Sequence[int], ranks: range) -> Layout:

@@ -96,6 +96,14 @@ def test_any_plan_gives_what_its_transfers_deliver(seed: int) -> None:
     Run(plan).check_syncs([1, 2])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_stacks_give_what_their_transfers_deliver(seed: int) -> None:
+    workers = (1, 2, 4)[seed % 3]
+    plan = varied_plan(seed, workers=workers, tensors=9, stacked=True)
+    assert any(len(transfer.destinations) > 1 for transfer in plan.transfers)
+    Run(plan).check_syncs([1, 2])
+
+
 def test_the_varied_plans_have_every_route_and_form() -> None:
     """Else the test above shows less than it says."""
     found = set()
