@@ -56,39 +56,43 @@ def agree(
     mine = Envelope(phase, control.world, "" if error else digest, error, note)
     answers = control.exchange(msgspec.json.encode(mine), deadline, watch)
     problems: list[Problem] = []
-    envelopes: dict[int, Envelope] = {}
+    said: dict[int, Envelope] = {}
     if answers.vain is not None:
         problems.append(Problem(rank_name(0, trainers), answers.vain))
     for rank, answer in enumerate(answers.by_rank):
-        where = rank_name(rank, trainers)
         if answer is None:
             if answers.vain is None:
                 message = f"it did not answer within {deadline.seconds:g} s, or is gone"
-                problems.append(Problem(where, message))
+                problems.append(Problem(rank_name(rank, trainers), message))
             continue
         try:
-            envelope = msgspec.json.decode(answer, type=Envelope)
+            said[rank] = msgspec.json.decode(answer, type=Envelope)
         except msgspec.DecodeError as wrong:
-            problems.append(Problem(where, f"its answer is no envelope: {wrong}"))
-            continue
-        if envelope.phase != phase:
-            message = f'it is at "{envelope.phase}", not at "{phase}"'
+            problems.append(
+                Problem(rank_name(rank, trainers), f"its answer is no envelope: {wrong}")
+            )
+    phases = Counter(envelope.phase for envelope in said.values() if envelope.error is None)
+    at = phases.most_common(1)[0][0] if phases else phase
+    envelopes: dict[int, Envelope] = {}
+    for rank, envelope in said.items():
+        if envelope.error is not None:
+            message = envelope.error  # also of one that left, which is at no phase
+        elif envelope.phase != at:
+            message = f'it is at "{envelope.phase}", most ranks are at "{at}"'
         elif envelope.world != len(answers.by_rank):
             message = f"it counts {envelope.world} ranks in all, not {len(answers.by_rank)}"
-        elif envelope.error is not None:
-            message = envelope.error
         elif not envelope.digest:
             message = "its answer has neither a digest nor an error"
         else:
             envelopes[rank] = envelope
             continue
-        problems.append(Problem(where, message))
+        problems.append(Problem(rank_name(rank, trainers), message))
     digests = Counter(envelope.digest for envelope in envelopes.values())
     if len(digests) > 1:
         common = digests.most_common(1)[0][0]
         for rank, envelope in envelopes.items():
             if envelope.digest != common:
-                message = f"its {phase} is {envelope.digest[:60]}, most ranks have {common[:60]}"
+                message = f"its {at} is {envelope.digest[:60]}, most ranks have {common[:60]}"
                 problems.append(Problem(rank_name(rank, trainers), message))
     if problems:
         failure = RunError(title, problems)

@@ -130,11 +130,12 @@ def _check(plan: Plan, layouts: Sequence[Layout], held: Sequence[Held]) -> froze
             if (count := sum(one.name == name for one in held)) > 1:
                 problems.add(name, f"the trainer has it {count} times")
     whole = set()
+    strangers = by_name.keys() - {tensor.name for tensor in plan.tensors}
     for tensor in plan.tensors:
         geometry, layout = plan.geometries[tensor.geometry], layouts[tensor.source]
         one = by_name.pop(tensor.name, None)
         if one is None:
-            close = nearest(tensor.name, (h.name for h in held)) if len(problems) < 20 else None
+            close = nearest(tensor.name, sorted(strangers)) if len(problems) < 20 else None
             problems.add(
                 tensor.name,
                 "the trainer has no such tensor",

@@ -142,6 +142,8 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
     problems = Problems()
     live = target.live()
     storages: dict[int, str] = {}
+    strangers = sorted(live.keys() - {param.name for param in plan.params})
+    reloaded = {_module(name): name for name, found in routes.items() if "reload" in found}
     for param in plan.params:
         if param.name not in routes:
             continue  # another worker's
@@ -150,7 +152,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
         expected = Form(plan.dtypes[geometry.dtype], geometry.shape, param.stride or row_major)
         form = target.load_form(param.name)
         if form is None:
-            close = nearest(param.name, live) if len(problems) < 20 else None
+            close = nearest(param.name, strangers) if len(problems) < 20 else None
             problems.add(
                 param.name,
                 "the worker has no such parameter",
@@ -165,6 +167,14 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
             )
             continue
         if "direct" not in routes[param.name]:
+            continue
+        if (sibling := reloaded.get(_module(param.name))) is not None:
+            problems.add(
+                param.name,
+                f"it is written directly, but {sibling} goes by reload, and the engine reloads "
+                "a module as a unit",
+                "rebuild the plan",
+            )
             continue
         if param.name not in live:
             problems.add(param.name, "it is written directly, and gone since it was loaded")

@@ -7,6 +7,8 @@ failure can't see different things of who answered in time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -25,6 +27,8 @@ Watch = Callable[[], str | None]
 
 #: What the others wait longer than rank 0, which publishes at its deadline.
 _MARGIN = 5.0
+#: What rank 0 waits at most for the others to read what it published, in seconds.
+_SETTLE = 2.0
 #: How often rank 0 looks whether it waits in vain, in seconds.
 _LOOK = 0.25
 
@@ -49,8 +53,20 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Returns when all who spoke in the last round know what was said, or in a while.
+
+        Before that the process of rank 0 should not end: what the others are to
+        hear would be lost with it.
+        """
+        ...
+
     def leave(self, why: str, mine: bytes) -> None:
         """Says `mine` without waiting, for the round that the others are in or come to."""
+        ...
+
+    def close(self) -> None:
+        """Gives the store back; nothing else is called after it."""
         ...
 
 
@@ -63,6 +79,8 @@ class StoreControl:
         self.rank, self.world = rank, world
         self._store = PrefixStore(name, store)
         self._round = 0
+        #: On rank 0, who has still to read what it published.
+        self._unread: list[str] = []
 
     @classmethod
     def over(cls, group: StatelessProcessGroup) -> StoreControl:
@@ -75,29 +93,54 @@ class StoreControl:
             self._store.set(f"{number}/{self.rank}", mine)
             if self.rank == 0:
                 answers = self._collect(number, deadline, watch)
-                self._store.set(f"{number}/all", msgspec.msgpack.encode(answers))
+                self._publish(number, answers)
                 self._forget(number - 2)
                 return answers
             patience = deadline.extended(_MARGIN)
             self._store.wait([f"{number}/all"], patience.timeout())
-            return msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
+            answers = msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
+            self._store.set(f"{number}/read/{self.rank}", b"")
+            return answers
         except (RuntimeError, OSError, msgspec.DecodeError) as error:
             if isinstance(error, RunError):
                 raise
-            first = str(error).strip().splitlines()[:1]
+            # The store's own words name ports and milliseconds, which differ from rank to rank.
             raise RunError(
                 "rank 0, which hosts the control plane, did not answer within "
-                f"{deadline.seconds:g} s: {first[0] if first else type(error).__name__}"
+                f"{deadline.seconds:g} s, or is gone"
             ) from error
 
     def leave(self, why: str, mine: bytes) -> None:
         if self.rank:
-            self._store.set(f"{self._round}/{self.rank}", mine)
+            # An interrupt may have come before it spoke in the round that it was in.
+            for number in (max(self._round - 1, 0), self._round):
+                if not self._store.check([f"{number}/{self.rank}"]):
+                    self._store.set(f"{number}/{self.rank}", mine)
+                    self._store.set(f"{number}/read/{self.rank}", b"")  # nor reads it
             return
-        answers = msgspec.msgpack.encode(Answers((None,) * self.world, why))
         for number in (self._round - 1, self._round):
             if number >= 0 and not self._store.check([f"{number}/all"]):
-                self._store.set(f"{number}/all", answers)
+                self._publish(number, Answers((None,) * self.world, why))
+                self._unread = [f"{number}/read/{rank}" for rank in range(1, self.world)]
+                return  # nobody comes to a later one
+
+    def settle(self) -> None:
+        if self._unread:
+            with suppress(RuntimeError):
+                self._store.wait(self._unread, timedelta(seconds=_SETTLE))
+            self._unread = []
+
+    def close(self) -> None:
+        # On rank 0 nobody listens any more, so that another run can begin at its address.
+        self.__dict__.pop("_store", None)
+
+    def _publish(self, number: int, answers: Answers) -> None:
+        self._store.set(f"{number}/all", msgspec.msgpack.encode(answers))
+        self._unread = [
+            f"{number}/read/{rank}"
+            for rank, answer in enumerate(answers.by_rank)
+            if rank and answer is not None
+        ]
 
     def _collect(self, number: int, deadline: Deadline, watch: Watch | None) -> Answers:
         keys = [f"{number}/{rank}" for rank in range(self.world)]
@@ -116,5 +159,7 @@ class StoreControl:
     def _forget(self, number: int) -> None:
         """Everyone has read the round before the last, having spoken in the last."""
         if number >= 0:
-            for name in (*range(self.world), "all"):
-                self._store.delete_key(f"{number}/{name}")
+            for rank in range(self.world):
+                self._store.delete_key(f"{number}/{rank}")
+                self._store.delete_key(f"{number}/read/{rank}")
+            self._store.delete_key(f"{number}/all")

@@ -53,6 +53,7 @@ class Session:
         self._watch = watch
         self._syncs = 0
         self._closed = threading.Event()
+        self._busy = threading.Lock()
 
     @property
     def rank(self) -> int:
@@ -103,7 +104,7 @@ class Session:
             self._agree("plan", plan.digest, title)
             deadline = Deadline(self.timeout)
             _, error = _attempt(lambda: self.transport.connect(deadline))
-            patience = Deadline(deadline.remaining + GRACE)
+            patience = deadline.extended(GRACE)
             self._agree("connection", "connected", title, error, deadline=patience)
         except BaseException as failure:
             self._leave(failure)
@@ -135,6 +136,17 @@ class Session:
         """
         if self.unusable is not None:
             raise RunError(f"this run has ended: {self.unusable}")
+        if not self._busy.acquire(blocking=False):
+            raise RunError("another thread of this rank is in a sync, or closed the run")
+        try:
+            return self._sync(note, run)
+        finally:
+            if self._closed.is_set():
+                self.control.close()
+            else:
+                self._busy.release()
+
+    def _sync(self, note: str, run: Callable[[str, Deadline], T]) -> tuple[str, T, float]:
         deadline = Deadline(self.timeout)
         try:
             notes = self._agree(
@@ -151,9 +163,11 @@ class Session:
         began = self.timeout - deadline.remaining
         try:
             result, error = _attempt(lambda: run(version, deadline))
+            if self._closed.is_set():
+                error = "it was closed during the sync"
             if error is not None:
                 self.transport.close()  # wakes those who wait for this rank
-            ending = Deadline(deadline.remaining + GRACE)
+            ending = deadline.extended(GRACE)
             ended = ending.remaining
             self._agree(
                 "end",
@@ -162,6 +176,7 @@ class Session:
                 error,
                 deadline=ending,
             )
+            self.control.settle()
         except BaseException as failure:
             self._leave(failure, version)
             raise
@@ -185,7 +200,7 @@ class Session:
 
     def _leave(self, failure: BaseException, version: str | None = None) -> None:
         """After a failure no rank can know what the others do next."""
-        words = " ".join(str(failure).split("\n")[0].split()) or type(failure).__name__
+        words = _words(failure)
         weights = "" if version is None else f"; weights may be partly those of version {version}"
         self.unusable = f"{words}{weights}. Connect again, then send everything"
         if not isinstance(failure, RunError):
@@ -194,12 +209,24 @@ class Session:
             with suppress(Exception):
                 self.control.leave(f"it left: {words}", msgspec.json.encode(gone))
         self.transport.close()
+        with suppress(Exception):
+            self.control.settle()
 
     def close(self) -> None:
         """Ends the run for this rank. Ranks in the middle of a sync get an error."""
+        self._closed.set()
         if self.unusable is None:
             self.unusable = "it was closed"
         self.transport.close()
+        if self._busy.acquire(blocking=False):  # and never again
+            self.control.close()
+
+
+def _words(failure: BaseException) -> str:
+    """A failure and its causes in one line."""
+    lines = [" ".join(line.split()) for line in str(failure).splitlines()]
+    text = "; ".join(line for line in lines if line) or type(failure).__name__
+    return text if len(text) <= 1000 else f"{text[:1000]}..."
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:

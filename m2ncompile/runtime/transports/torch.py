@@ -52,7 +52,8 @@ class TorchTransport:
         self, store: Store, rank: int, world: int, device: torch.device | None = None
     ) -> None:
         self._device = torch.device("cpu") if device is None else device
-        self._store, self._rank, self._world = store, rank, world
+        self._rank, self._world = rank, world
+        self._store: Store | None = store
         self._group: Any = None
         self._ends: dict[Leg, _Ends] = {}
         self._legs: Sequence[Leg] = ()
@@ -82,7 +83,8 @@ class TorchTransport:
         self._next = 0
 
     def connect(self, deadline: Deadline) -> None:
-        store = dist.PrefixStore("m2ncompile/torch", self._store)
+        assert self._store is not None
+        store, self._store = dist.PrefixStore("m2ncompile/torch", self._store), None
         store.set_timeout(deadline.timeout())
         if self._device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -101,6 +103,7 @@ class TorchTransport:
         ends = self._ends[self._legs[leg]]
         if not ends.sends and not ends.receives:
             return
+        self._check_open()
         if len(self._started) == _WINDOW:
             self._finish(self._started.popleft(), deadline)
         started = _Started(leg, [], [])
@@ -128,8 +131,14 @@ class TorchTransport:
     def wait(self, deadline: Deadline) -> None:
         while self._started:
             self._finish(self._started.popleft(), deadline)
+        self._check_open()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _check_open(self) -> None:
+        """Closing drops what is under way: without this a wait would take it for done."""
+        if self._group is None:
+            raise RunError("it was closed")
 
     def _finish(self, started: _Started, deadline: Deadline) -> None:
         for work in started.works:
@@ -141,6 +150,7 @@ class TorchTransport:
 
     def close(self) -> None:
         group, self._group = self._group, None
+        self._store = None
         self._started.clear()
         if group is not None:
             group.abort()
