@@ -62,7 +62,7 @@ def agree(
     for rank, answer in enumerate(answers.by_rank):
         if answer is None:
             if answers.vain is None:
-                message = f"it did not answer within {deadline.seconds:g} s, or is gone"
+                message = f"it did not answer within {answers.waited or 0:g} s, or is gone"
                 problems.append(Problem(rank_name(rank, trainers), message))
             continue
         try:

@@ -6,6 +6,7 @@ failure can't see different things of who answered in time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -29,15 +30,16 @@ Watch = Callable[[], str | None]
 _MARGIN = 5.0
 #: What rank 0 waits at most for the others to read what it published, in seconds.
 _SETTLE = 2.0
-#: How often rank 0 looks whether it waits in vain, in seconds.
-_LOOK = 0.25
+#: How soon rank 0 looks again whether it waits in vain, in seconds; twice as long each time.
+_LOOK, _LOOK_AT_MOST = 0.0005, 0.02
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """By rank, None where no answer came in time; `vain` where rank 0 stopped waiting."""
+    """By rank, None where no answer came in the `waited` seconds; `vain` where rank 0 stopped."""
 
     by_rank: tuple[bytes | None, ...]
     vain: str | None = None
+    waited: float | None = None
 
 
 class ControlPlane(Protocol):
@@ -144,17 +146,19 @@ class StoreControl:
 
     def _collect(self, number: int, deadline: Deadline, watch: Watch | None) -> Answers:
         keys = [f"{number}/{rank}" for rank in range(self.world)]
-        missing, vain = keys, None
-        while missing:
-            try:
-                self._store.wait(missing, deadline.timeout(_LOOK if watch else None))
-                missing = []
-            except RuntimeError:
-                missing = [key for key in missing if not self._store.check([key])]
-                if deadline.passed or (watch and (vain := watch()) is not None):
-                    break
+        missing, vain, pause = keys, None, _LOOK
+        if watch is None:
+            with suppress(RuntimeError):
+                self._store.wait(keys, deadline.timeout())
+        while missing := [key for key in missing if not self._store.check([key])]:
+            if deadline.passed or (watch and (vain := watch()) is not None):
+                break
+            # Not waits that time out: torch warns of each.
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_AT_MOST)
         answers = (None if key in missing else self._store.get(key) for key in keys)
-        return Answers(tuple(answers), vain)
+        late = missing and vain is None
+        return Answers(tuple(answers), vain, deadline.seconds if late else None)
 
     def _forget(self, number: int) -> None:
         """Everyone has read the round before the last, having spoken in the last."""

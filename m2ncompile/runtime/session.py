@@ -167,7 +167,8 @@ class Session:
                 error = "it was closed during the sync"
             if error is not None:
                 self.transport.close()  # wakes those who wait for this rank
-            ending = deadline.extended(GRACE)
+            # What failed here is over on the others at once, but for those that are gone.
+            ending = deadline.extended(GRACE) if error is None else Deadline(GRACE)
             ended = ending.remaining
             self._agree(
                 "end",
@@ -219,6 +220,9 @@ class Session:
             self.unusable = "it was closed"
         self.transport.close()
         if self._busy.acquire(blocking=False):  # and never again
+            gone = Envelope("gone", self.control.world, "", "it closed the run")
+            with suppress(Exception):  # most often the others have closed theirs
+                self.control.leave("it closed the run", msgspec.json.encode(gone))
             self.control.close()
 
 

@@ -481,7 +481,7 @@ def test_a_plan_for_fewer_ranks_on_one_rank(tmp_path: Path, rank: int) -> None:
 
 
 def test_a_plan_for_fewer_ranks_on_rank_0(tmp_path: Path) -> None:
-    """It does not wait for the last rank, which may find nobody."""
+    """It does not wait for the last rank, which may find nobody, or nobody any more."""
     other = make_plan(inputs=make_inputs(tp=1))
     jobs = [
         partial(syncs, plan=make_plan() if n else other, start=TIMEOUT if n < 3 else 1.0)
@@ -490,7 +490,8 @@ def test_a_plan_for_fewer_ranks_on_rank_0(tmp_path: Path) -> None:
     *counted, last = results(run_ranks(tmp_path, *jobs))
     text = same(counted, "start")
     assert "trainer 1: it counts 4 ranks in all, not 3" in text
-    assert last["start"] == text or "trainer 0's control plane" in str(last["start"])
+    gone = "trainer 0's control plane", "rank 0, which hosts the control plane"
+    assert last["start"] == text or any(words in str(last["start"]) for words in gone)
 
 
 def test_a_tensor_that_one_trainer_lacks(tmp_path: Path) -> None:
@@ -605,8 +606,7 @@ def test_a_rank_that_takes_part_in_fewer_syncs(tmp_path: Path, rank: int, count:
     jobs = [partial(syncs, plan=make_plan(), count=count if n == rank else 2) for n in range(4)]
     outcomes = results(run_ranks(tmp_path, *jobs))
     assert outcomes.pop(rank) == {"done": count}
-    who = "rank 0, which hosts the control plane, did not answer" if rank == 0 else RANKS[rank]
-    check_ended(outcomes, 1, who)
+    check_ended(outcomes, 1, f"{RANKS[rank]}: it closed the run")
 
 
 def late(seat: Seat, plan: Plan, delays: Sequence[float]) -> object:

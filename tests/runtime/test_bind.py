@@ -273,15 +273,17 @@ def test_a_plain_module_is_whole_on_every_rank_and_ties_count_once() -> None:
     module = torch.nn.Module()
     module.embed, module.head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4)
     module.head.weight = module.embed.weight
-    module.register_buffer("mask", torch.zeros(1))
+    module.register_buffer("mask", torch.zeros(1), persistent=False)
+    module.register_buffer("scale", torch.ones(1))
     shards = ModuleShards(module, 2)
     held = shards.describe()
     assert [(one.name, one.layout) for one in held] == [
+        ("scale", WHOLE),
         ("embed.weight", WHOLE),
         ("head.bias", WHOLE),
     ]
     given = dict(shards.items(frozenset()))
-    assert list(given) == ["embed.weight", "head.bias"]
+    assert list(given) == ["scale", "embed.weight", "head.bias"]
     assert given["embed.weight"].data_ptr() == module.embed.weight.data_ptr()
     assert not given["embed.weight"].requires_grad
 

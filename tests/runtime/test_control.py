@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -144,10 +144,13 @@ def test_rank_0_leaves_nothing_behind_a_round_that_ended(planes: list[StoreContr
 
 
 def test_rank_0_stops_waiting_when_it_is_in_vain(planes: list[StoreControl]) -> None:
-    looks: Iterator[str | None] = iter([None, None, "worker 1's request failed"])
+    failing = Deadline(0.5)
+
+    def watch() -> str | None:
+        return "worker 1's request failed" if failing.passed else None
 
     def first() -> Answers:
-        return planes[0].exchange(b"here", Deadline(LONG), lambda: next(looks))
+        return planes[0].exchange(b"here", Deadline(LONG), watch)
 
     others = [speak(plane, "here") for plane in planes[1:3]]
     answers = together([first, *others])
