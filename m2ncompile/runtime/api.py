@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2ncompile.errors import M2nCompileError
+from m2ncompile.errors import M2nCompileError, RunError
 from m2ncompile.opening import open_plan
 from m2ncompile.plan import Plan
 
@@ -55,6 +55,7 @@ def trainer(
     transport: str = "torch",
     timeout: float = TIMEOUT,
     worker_plan: str | None = None,
+    stock: bool = False,
 ) -> Trainer | DrivenTrainer:
     """This trainer rank's end of a run; all trainer ranks and all workers make theirs at once.
 
@@ -63,7 +64,8 @@ def trainer(
     torch.distributed's where it is not given. Shards lie on `device`. With a `client` of
     vLLM's (HTTP, Ray, or any object with its four methods), given on every rank, rank 0 also
     drives the engine: its workers get the plan, unless `worker_plan` is where they find it,
-    and every `send` is a whole update there.
+    and every `send` is a whole update there. With `stock` its workers run vLLM's own
+    `nccl_m2n` backend, and the plan is one of the `vllm` resolver.
 
     Raises PlanError or StoreError for the plan, and RunError, the same on all ranks,
     for whatever keeps any of them from starting.
@@ -74,7 +76,7 @@ def trainer(
     from m2ncompile.runtime.control import StoreControl
     from m2ncompile.runtime.driven import DrivenTrainer
     from m2ncompile.runtime.driver import Driver, worker_init_info
-    from m2ncompile.runtime.rendezvous import meet
+    from m2ncompile.runtime.rendezvous import meet, split_address
     from m2ncompile.runtime.shards import shards_of
     from m2ncompile.runtime.trainer import Trainer
 
@@ -83,6 +85,14 @@ def trainer(
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     trainers = found.inputs.trainer.ranks
     world = trainers + found.inputs.engine.workers
+    if stock:
+        from m2ncompile.runtime.stock import StockSession
+
+        if client is None:
+            raise RunError("stock workers take part in a sync from inside of a client's calls")
+        host, port = split_address(address)
+        session = StockSession(client, host, port, rank, timeout, where)
+        return Trainer.over(session, lambda: found, shards_of(source, trainers, where), where)
     store = meet(address, rank, timeout)
 
     def construct(driver: Driver | None) -> Trainer:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from m2ncompile.errors import RunError
 from m2ncompile.plan import Plan
+from m2ncompile.runtime.rendezvous import split_address
 
 __all__ = ["Client", "Driver", "packed_plan", "unpacked_plan", "worker_init_info"]
 
@@ -94,11 +95,11 @@ def worker_init_info(
     reference: str | None = None,
 ) -> dict[str, Any]:
     """What vLLM's workers are told: where to meet, and the plan or where they find it."""
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     found = {"plan_data": packed_plan(plan)} if reference is None else {"plan": reference}
     return {
-        "master_address": host.strip("[]"),
-        "master_port": int(port),
+        "master_address": host,
+        "master_port": port,
         "rank_offset": plan.inputs.trainer.ranks,
         "world_size": plan.inputs.trainer.ranks + plan.inputs.engine.workers,
         "transport": transport,

@@ -11,7 +11,15 @@ from m2ncompile.errors import RunError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["meet"]
+__all__ = ["meet", "split_address"]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port`, an IPv6 host in brackets. Raises RunError."""
+    match = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise RunError(f'"{address}" is no address; expected host:port')
+    return match[1], int(match[2])
 
 
 def meet(address: str, rank: int, timeout: float) -> Store:
@@ -22,13 +30,11 @@ def meet(address: str, rank: int, timeout: float) -> Store:
     """
     import torch.distributed as dist
 
-    match = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", address)
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise RunError(f'"{address}" is no address; expected host:port')
+    host, port = split_address(address)
     try:
         return dist.TCPStore(
-            match[1],
-            int(match[2]),
+            host,
+            port,
             is_master=rank == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
 from m2ncompile.runtime.views import View
+
+if TYPE_CHECKING:
+    from m2ncompile.runtime.stock import StockSession
 
 __all__ = ["Trainer"]
 
@@ -43,9 +47,32 @@ class Trainer:
         device: torch.device | None = None,
         watch: Watch | None = None,
     ) -> None:
+        session = Session(control, transport, trainers, timeout, watch)
+        self._start(load, shards, session, device)
+
+    @classmethod
+    def over(
+        cls,
+        session: StockSession,
+        load: Callable[[], Plan],
+        shards: Shards,
+        device: torch.device,
+    ) -> Trainer:
+        """With workers that are not ours."""
+        trainer = cls.__new__(cls)
+        trainer._start(load, shards, session, device)
+        return trainer
+
+    def _start(
+        self,
+        load: Callable[[], Plan],
+        shards: Shards,
+        session: Session | StockSession,
+        device: torch.device | None,
+    ) -> None:
         self._shards, self._device = shards, device or torch.device("cpu")
-        self._session = Session(control, transport, trainers, timeout, watch)
-        self.plan, self._binding = self._session.establish(load, self._bind)
+        self._session = session
+        self.plan, self._binding = session.establish(load, self._bind)
         self._version = 0
 
     def _bind(self, plan: Plan) -> TrainerBinding:
@@ -84,6 +111,7 @@ class Trainer:
 
     def _run(self, deadline: Deadline, progress: Progress | None) -> int:
         binding, transport = self._binding, self._session.transport
+        assert transport is not None
         given: dict[int, torch.Tensor] = {}
         #: Leg that last used each of the packed buffers.
         used: dict[int, int] = {}

@@ -78,6 +78,7 @@ class M2nTransport:
                 self._tensor(leg.dtype, leg.sent_shape, leg.source, None),
                 self._tensor(leg.dtype, leg.received_shape, leg.destination, None),
             )
+        # Only `connect` needs it; who adopts a communicator has another.
         if self._rank == 0:
             unique = bytes(self._nccl.get_unique_id().as_bytes)
             self._store.set("m2ncompile/unique_id", unique)
@@ -133,6 +134,10 @@ class M2nTransport:
             raise found[0]
         self._comm = found[0]
         self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=self._max_cta))
+
+    def adopt(self, comm: Any, handle: Any) -> None:
+        """In place of `connect`: a communicator and a handle that are made already."""
+        self._comm, self._handle = comm, handle
 
     def _tensor(
         self, dtype: str, shape: Sequence[int], layout: Layout, buffer: torch.Tensor | None
