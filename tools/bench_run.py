@@ -7,7 +7,8 @@ workers tp 4. "load", "bind" and "agree" are this project's: the plan's file wit
 the module compared with it and all views made, with the digests that are agreed on; the six
 phases among all ranks, a thread each over a TCP store. Beside them, in the same process, what
 vLLM's backends work out at the same place: `nccl_m2n` its source and destination plan,
-`sharded_rdt` its recording of `load_weights`. Connecting is left out on both sides.
+`sharded_rdt` its recording of `load_weights`; agreeing on them and fetching comes on top there.
+"/ sum" is theirs by this project's sum. Nobody's connecting is in it.
 
 The second table is the host's time in the loops of `Trainer.send` and `Worker.receive`, over a
 transport that moves nothing and an engine that loads nothing.
@@ -45,8 +46,8 @@ def main() -> None:
         rows = [measured(case, path) for case, path in plans.items()]
     print(f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}\n")
     print(
-        "| model | tensors | load ms | bind ms | agree ms | sum ms | nccl_m2n ms | times "
-        "| sharded_rdt ms | times |"
+        "| model | tensors | load ms | bind ms | agree ms | sum ms | nccl_m2n ms | / sum "
+        "| sharded_rdt ms | / sum |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
