@@ -105,7 +105,8 @@ def test_real_models(model: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", OTHERS)
 def test_every_other_model(model: str, tmp_path: Path) -> None:
-    passes(MODELS / model, plan_of(MODELS / model, tp=2), tmp_path)
+    folder = configured(tmp_path / model, config_of(model) | {"num_hidden_layers": 4})
+    passes(folder, plan_of(folder, tp=2), tmp_path)
 
 
 def test_the_document_and_what_is_printed(small: tuple[Path, Plan], tmp_path: Path) -> None:
