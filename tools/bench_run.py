@@ -57,11 +57,14 @@ def main() -> None:
             f"| {ms(total)} | {ms(row.m2n)} | {row.m2n / total:.2f} | {ms(row.rdt)} "
             f"| {row.rdt / total:.2f} |"
         )
-    print("\n| model | transfers | trainer, us a transfer | worker, us a transfer |")
-    print("| --- | ---: | ---: | ---: |")
+    print("\n| model | tensors | transfers | trainer ms | us a tensor | worker ms | us a tensor |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
-        each = [f"{seconds / row.transfers * 1e6:.1f}" for seconds in (row.send, row.receive)]
-        print(f"| {row.name} | {row.transfers:,} | {each[0]} | {each[1]} |")
+        each = [
+            f"{ms(seconds)} | {seconds / row.tensors * 1e6:.1f}"
+            for seconds in (row.send, row.receive)
+        ]
+        print(f"| {row.name} | {row.tensors:,} | {row.transfers:,} | {each[0]} | {each[1]} |")
 
 
 def build(case: str, folder: Path) -> Path:
