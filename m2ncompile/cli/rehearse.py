@@ -176,7 +176,15 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
         out.print(f"  adjusted  {note}", markup=False)
     out.print(f"  sent      {document['tensors']} tensors in {document['collectives']} transfers\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ("rank", "a sync", "direct", "reload", "fallback", "seconds of each", "compared")
+    columns = (
+        "rank",
+        "bytes a sync",
+        "direct",
+        "reload",
+        "fallback",
+        "seconds of each",
+        "compared",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "rank" else "right")
     trainers = plan.inputs.trainer.ranks
@@ -196,10 +204,14 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
         why: path for rank in document["ranks"] for path, why in rank["unprocessed"].items()
     }
     for why, path in unprocessed.items():
-        out.print(f"\nNot processed after loading here, {path} and the like: {why}", markup=False)
+        out.print(
+            f"\nCompared as loaded, for this machine can't process it after loading: {path} "
+            f"and the like ({why})",
+            markup=False,
+        )
     if document["passed"]:
         elements = sum(rank["compared"] for rank in document["ranks"])
         out.print(
-            f"\npassed: {document['syncs']} syncs, {elements:,} elements compared, "
-            "all equal to the bit"
+            f"\npassed: {elements:,} elements compared, all equal to the bit "
+            f"(syncs: {document['syncs']})"
         )

@@ -135,7 +135,7 @@ def _words(folder: Path, report: RankReport) -> str:
         if report.differences:
             return "\n  ".join((f"{where}: differences", *map(str, report.differences)))
         what = f"{report.compared:,} elements equal to the bit" if report.compared else "all sent"
-        return f"{where}: {len(report.syncs)} syncs, {what}"
+        return f"{where}: {what} (syncs: {len(report.syncs)})"
     return f"rank {report.rank}: {report.error}"
 
 

@@ -151,7 +151,7 @@ def test_the_document_and_what_is_printed(small: tuple[Path, Plan], tmp_path: Pa
     ranks = [line.split("  ")[0] for line in lines if re.match(r"(trainer|worker) \d", line)]
     assert ranks == ["trainer 0", "trainer 1", "worker 0", "worker 1"]
     elements = sum(report["compared"] for report in document["ranks"])
-    last = f"passed: 2 syncs, {elements:,} elements compared, all equal to the bit"
+    last = f"passed: {elements:,} elements compared, all equal to the bit (syncs: 2)"
     assert lines[-1] == last
 
 
@@ -310,7 +310,7 @@ def test_what_prepare_prints_works(small: tuple[Path, Plan], tmp_path: Path) -> 
         report = json.loads((ready / f"rank{rank}.json").read_text())
         where = f"trainer {rank}" if rank < 2 else f"worker {rank - 2}"
         what = "all sent" if rank < 2 else f"{report['compared']:,} elements equal to the bit"
-        assert f"{where}: 2 syncs, {what}" in lines
+        assert f"{where}: {what} (syncs: 2)" in lines
 
 
 def test_a_wrong_number_of_processes_is_said(small: tuple[Path, Plan], tmp_path: Path) -> None:
