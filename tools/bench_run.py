@@ -188,6 +188,12 @@ class Echo:
     def leave(self, why: str, mine: bytes) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 class Still:
     """A transport that moves nothing."""
