@@ -51,6 +51,7 @@ golden: $(VENV)/.ready ## Rebuild the checked-in plans
 bench: $(VENV)/.ready ## Print the tables of docs/figures.md (half an hour)
 	$(BIN)/python tools/bench_build.py
 	$(BIN)/python tools/bench_routes.py
+	$(BIN)/python tools/bench_run.py
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +12,15 @@ import msgspec
 import typer
 
 from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, console, print_json, size
+from m2ncompile.cli.progress import progress_bar
 from m2ncompile.errors import CheckError, PlanError, Problem
+from m2ncompile.families import number_range
 from m2ncompile.opening import open_plan
 
 if TYPE_CHECKING:
     from m2ncompile.plan import Plan
-    from m2ncompile.runtime.rehearsal import RankReport
+    from m2ncompile.runtime.launch import Ended
+    from m2ncompile.verify.check import Reduced
 
 __all__ = ["rehearse_command"]
 
@@ -30,7 +30,7 @@ def rehearse_command(
     model: Annotated[
         Path, typer.Option(help="The folder of the model that the plan was made from.")
     ],
-    syncs: Annotated[int, typer.Option(min=1, max=100, help="How often weights are sent.")] = 3,
+    syncs: Annotated[int, typer.Option(min=1, max=9, help="How often weights are sent.")] = 3,
     full: Annotated[
         bool, typer.Option("--full", help="At the model's own dims: every rank holds its part.")
     ] = False,
@@ -40,7 +40,8 @@ def rehearse_command(
     prepare: Annotated[
         Path | None,
         typer.Option(
-            help="Only write what ranks need to this folder, for torchrun on several machines."
+            help="Only write what ranks need to this folder, for torchrun on several machines, "
+            "and print its command."
         ),
     ] = None,
     cache: CacheOption = None,
@@ -48,110 +49,114 @@ def rehearse_command(
 ) -> None:
     """Run a plan between real processes on this machine, and compare with the model's own loaders.
 
-    torchrun starts one process for each trainer rank and each worker. They hold random
-    weights, at reduced dims by default, and move them over gloo; after every sync each worker
-    compares its module bit by bit with one that loaded the same weights as usual. Exit code 1
-    when something differs or fails.
+    One process for each trainer rank and each worker. They hold random weights, at
+    reduced dims by default, and move them over gloo; after every sync each worker
+    compares its module bit by bit with one that loaded the same weights as usual.
+    Exit code 1 when something differs or fails.
     """
     opened = open_plan(plan, cache)
-    with ExitStack() as stack:
-        if prepare is None:
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-        else:
-            folder = prepare
-            folder.mkdir(parents=True, exist_ok=True)
-        run, sizes = _prepare(opened, model, folder, full)
-        ranks = run.inputs.trainer.ranks + run.inputs.engine.workers
-        if prepare is not None:
-            print(
-                f"{folder} is ready. Copy it to every machine, and start {ranks} processes:\n"
-                f"  torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d "
-                f"--rdzv-endpoint HOST:PORT \\\n"
-                f"    -m m2ncompile.runtime.rehearsal {folder} --syncs {syncs}"
-            )
-            return
-        reports, log = _launch(folder, ranks, syncs, timeout)
-    document = _document(opened, run, sizes, reports)
+    name = opened.inputs.model.name
+    ranks = opened.inputs.trainer.ranks + opened.inputs.engine.workers
+    if prepare is not None:
+        prepare.mkdir(parents=True, exist_ok=True)
+        _prepare(opened, model, prepare, full)
+        _print_command(prepare, ranks, syncs, timeout, json)
+        return
+    from m2ncompile.runtime.launch import run_ranks
+
+    with TemporaryDirectory() as scratch, progress_bar(name) as progress:
+        folder = Path(scratch)
+        run = _prepare(opened, model, folder, full)
+        ended = run_ranks(folder, ranks, syncs, timeout, progress)
+    problems = _problems(run.plan, ended)
+    document = {
+        "plan_digest": opened.digest,
+        "model": name,
+        "reduced": run.sizes,
+        "notes": run.notes,
+        "tensors": len(run.plan.tensors),
+        "collectives": len(run.plan.transfers),
+        "syncs": syncs,
+        "passed": not problems,
+        "ranks": [msgspec.to_builtins(one.report) for one in ended if one.report is not None],
+        "problems": msgspec.to_builtins(problems),
+    }
     if json:
         print_json("m2ncompile.rehearse/1", document)
     else:
-        _print(run, document)
-    problems = _problems(run, reports, ranks, log)
+        _print(run.plan, document)
     if problems:
-        raise CheckError(f"{run.inputs.model.name}: the rehearsal failed", problems)
+        raise CheckError(f"{name}: the rehearsal failed", problems)
 
 
-def _prepare(
-    plan: Plan, model: Path, folder: Path, full: bool
-) -> tuple[Plan, dict[str, tuple[int, int]]]:
-    """Writes the plan that is run and its config; returns it, and the sizes that were reduced."""
+def _prepare(plan: Plan, model: Path, folder: Path, full: bool) -> Reduced:
+    """Writes the plan that is run and its model's config to `folder`."""
     from m2ncompile.compile.pipeline import config_digest
-    from m2ncompile.verify.check import reduce_plan
+    from m2ncompile.verify.check import Reduced, reduce_plan
 
-    if full:
-        if config_digest(model) != plan.inputs.model.config:
-            raise PlanError(f"{model}: the plan was made from another model")
-        shutil.copy(model / "config.json", folder / "config.json")
-        run, sizes = plan, {}
+    if not full:
+        run = reduce_plan(plan, model, folder)
+    elif config_digest(model) != plan.inputs.model.config:
+        raise PlanError(f"{model}: the plan was made from another model")
     else:
-        small = reduce_plan(plan, model, folder)
-        run, sizes = small.plan, small.sizes
-    (folder / "plan.json").write_bytes(run.encoded)
-    return run, sizes
+        shutil.copy(model / "config.json", folder / "config.json")
+        run = Reduced(plan, {}, ())
+    for old in folder.glob("rank*.json"):
+        old.unlink()
+    (folder / "plan.json").write_bytes(run.plan.encoded)
+    return run
 
 
-def _launch(
-    folder: Path, ranks: int, syncs: int, timeout: float
-) -> tuple[dict[int, RankReport], str]:
-    """The reports of those ranks that wrote one, and what all of them printed."""
-    from m2ncompile.runtime.rehearsal import RankReport
-
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "m2ncompile.runtime.rehearsal"]
-    command += [str(folder), "--syncs", str(syncs), "--timeout", str(timeout)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+def _print_command(folder: Path, ranks: int, syncs: int, timeout: float, json: bool) -> None:
+    machines = 2 if ranks % 2 == 0 else 1
+    command = (
+        f"torchrun --nnodes {machines} --nproc-per-node {ranks // machines} --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:PORT -m m2ncompile.runtime.rehearsal "
+        f"{shlex.quote(str(folder))} --syncs {syncs} --timeout {timeout:g}"
     )
-    reports = {}
-    for rank in range(ranks):
-        path = folder / f"rank{rank}.json"
-        if path.exists():
-            reports[rank] = msgspec.json.decode(path.read_bytes(), type=RankReport)
-    return reports, done.stdout
+    if json:
+        document = {"folder": str(folder), "processes": ranks, "command": command}
+        print_json("m2ncompile.rehearse-prepare/1", document)
+        return
+    print(
+        f"{folder} is ready. Copy it to every machine, and run on each at the same time:\n\n"
+        f"  {command}\n\n"
+        f"HOST:PORT is one of the machines and a free port there. --nnodes times --nproc-per-node "
+        f"must be {ranks}.\nEvery rank prints what it saw, and writes it to "
+        f"{folder}/rank<i>.json on its machine."
+    )
 
 
-def _problems(plan: Plan, reports: dict[int, RankReport], ranks: int, log: str) -> list[Problem]:
+def _problems(plan: Plan, ended: list[Ended]) -> list[Problem]:
+    """What failed, once each: most failures are all ranks' alike."""
     from m2ncompile.runtime.agree import rank_name
 
-    found = []
-    for rank in range(ranks):
+    found: list[Problem] = []
+    errors: dict[str, list[str]] = {}
+    wrong: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for rank, one in enumerate(ended):
         where = rank_name(rank, plan.inputs.trainer.ranks)
-        report = reports.get(rank)
-        if report is None:
-            last = "\n    ".join(log.strip().splitlines()[-15:])
-            found.append(Problem(where, f"its process died; the last it said:\n    {last}"))
-        elif report.error is not None:
-            found.append(Problem(where, report.error))
+        if one.died is not None:
+            last = "".join(f"\n    {line}" for line in one.printed.strip().splitlines()[-15:])
+            said = f"; the last it printed:{last}" if last else ", and had printed nothing"
+            found.append(Problem(where, one.died + said))
+        elif one.report is None:
+            continue  # stopped since another failed
+        elif one.report.error is not None:
+            errors.setdefault(one.report.error, []).append(where)
         else:
-            found += [Problem(where, difference) for difference in report.differences]
+            for difference in one.report.differences:
+                wrong.setdefault((difference.name, difference.message), []).append(
+                    (where, difference.sync)
+                )
+    for error, ranks in errors.items():
+        everyone = "every rank" if len(ranks) == len(ended) else ", ".join(ranks)
+        found.append(Problem(everyone, error.replace("\n", "\n    ")))
+    for (name, message), seen in wrong.items():
+        workers = ", ".join(dict.fromkeys(where for where, _ in seen))
+        syncs = number_range(sync for _, sync in seen)
+        found.append(Problem(name, f"{message} ({workers}; sync {syncs})"))
     return found
-
-
-def _document(
-    plan: Plan,
-    run: Plan,
-    sizes: dict[str, tuple[int, int]],
-    reports: dict[int, RankReport],
-) -> dict[str, Any]:
-    return {
-        "plan_digest": plan.digest,
-        "model": plan.inputs.model.name,
-        "reduced": sizes,
-        "tensors": len(run.tensors),
-        "collectives": len(run.transfers),
-        "ranks": [msgspec.to_builtins(reports[rank]) for rank in sorted(reports)],
-    }
 
 
 def _share(route: dict[str, Any] | None) -> str:
@@ -167,11 +172,21 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     out.print(f"{document['model']}, plan {document['plan_digest']}")
     sizes = ", ".join(f"{key} {a} -> {b}" for key, (a, b) in document["reduced"].items())
     out.print(f"  reduced   {sizes or '(full size)'}", markup=False)
-    out.print(f"  {document['tensors']} tensors in {document['collectives']} transfers\n")
+    for note in document["notes"]:
+        out.print(f"  adjusted  {note}", markup=False)
+    out.print(f"  sent      {document['tensors']} tensors in {document['collectives']} transfers\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("rank", "bytes", "direct", "reload", "fallback", "seconds of each sync"):
+    columns = (
+        "rank",
+        "bytes a sync",
+        "direct",
+        "reload",
+        "fallback",
+        "seconds of each",
+        "compared",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "rank" else "right")
-    table.add_column("compared", justify="right")
     trainers = plan.inputs.trainer.ranks
     for rank in document["ranks"]:
         last = rank["syncs"][-1] if rank["syncs"] else None
@@ -183,12 +198,20 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
             ", ".join(f"{sync['seconds']:.3f}" for sync in rank["syncs"]) or "-",
             f"{rank['compared']:,}" if rank["rank"] >= trainers else "-",
         )
-    out.print(table)
+    if any(rank["syncs"] for rank in document["ranks"]):
+        out.print(table)
     unprocessed = {
         why: path for rank in document["ranks"] for path, why in rank["unprocessed"].items()
     }
     for why, path in unprocessed.items():
-        out.print(f"\nNot processed after loading here, {path} and the like: {why}", markup=False)
-    if all(not rank["differences"] and rank["error"] is None for rank in document["ranks"]):
+        out.print(
+            f"\nCompared as loaded, for this machine can't process it after loading: {path} "
+            f"and the like ({why})",
+            markup=False,
+        )
+    if document["passed"]:
         elements = sum(rank["compared"] for rank in document["ranks"])
-        out.print(f"\npassed: {elements:,} elements equal to the bit after each sync")
+        out.print(
+            f"\npassed: {elements:,} elements compared, all equal to the bit "
+            f"(syncs: {document['syncs']})"
+        )

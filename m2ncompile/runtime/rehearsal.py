@@ -1,31 +1,35 @@
 """One rank of a rehearsal: the real runtime over gloo, real vLLM modules, random weights.
 
-Started by `torchrun`, which `m2ncompile rehearse` does on one machine. Across
-machines: `m2ncompile rehearse PLAN --model FOLDER --prepare DIR`, DIR copied
-to each, then there
+`m2ncompile rehearse` starts them on one machine. Across machines torchrun does:
+`m2ncompile rehearse PLAN --model FOLDER --prepare DIR`, DIR copied to each, then there
 
     torchrun --nnodes N --nproc-per-node P --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
         -m m2ncompile.runtime.rehearsal DIR --syncs 3
 
-Trainer ranks come first. Every rank writes what it saw to DIR/rank<i>.json.
+Trainer ranks come first. Every rank prints what it saw, and writes it to DIR/rank<i>.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from m2ncompile.errors import M2nCompileError
+from m2ncompile.errors import M2nCompileError, PlanError
 from m2ncompile.layout import shard_box
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of, load
+from m2ncompile.runtime.agree import rank_name
 from m2ncompile.runtime.control import StoreControl
+from m2ncompile.runtime.rendezvous import meet
 from m2ncompile.runtime.shards import Held
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.trainer import Trainer
@@ -33,7 +37,18 @@ from m2ncompile.runtime.transports.torch import TorchTransport
 from m2ncompile.runtime.worker import Worker
 from m2ncompile.verify.transfers import bits, random_tensors
 
-__all__ = ["RandomShards", "RankReport", "main"]
+__all__ = ["Difference", "RandomShards", "RankReport", "main"]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A tensor that is not as it should be after sync number `sync`, and how."""
+
+    name: str
+    sync: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, sync {self.sync}: {self.message}"
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -46,7 +61,7 @@ class RankReport(msgspec.Struct, frozen=True):
     rank: int
     syncs: tuple[SyncStats, ...] = ()
     compared: int = 0
-    differences: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
     unprocessed: dict[str, str] = {}
     error: str | None = None
 
@@ -83,24 +98,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="as prepared: plan.json and config.json")
     parser.add_argument("--syncs", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=120.0)
+    parser.add_argument("--timeout", type=float, default=300.0)
+    parser.add_argument("--store", help="HOST:PORT of a store that is there, without torchrun")
     options = parser.parse_args(arguments)
-    store, rank, world = next(dist.rendezvous("env://"))
-    path = options.folder / f"rank{rank}.json"
+    if options.store is None:
+        store, rank, world = next(dist.rendezvous("env://"))
+    else:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = meet(options.store, max(rank, 1), options.timeout)  # rank 0 does not open it
+    wait = True
     try:
         report = _run(options.folder, store, rank, world, options.syncs, options.timeout)
     except M2nCompileError as error:
         report = RankReport(rank, error=str(error))
-    path.write_bytes(msgspec.json.encode(report))
+        wait = getattr(error, "agreed", False)
+    path = options.folder / f"rank{rank}.json"
+    path.with_suffix(".tmp").write_bytes(msgspec.json.encode(report))
+    path.with_suffix(".tmp").rename(path)
+    print(_words(options.folder, report), flush=True)
+    if wait:
+        # torchrun stops the others as soon as one exits with an error.
+        store.set(f"reported/{rank}", b"")
+        with suppress(RuntimeError):
+            every = [f"reported/{one}" for one in range(world)]
+            store.wait(every, timedelta(seconds=options.timeout))
     if report.error is not None or report.differences:
         sys.exit(1)
+
+
+def _words(folder: Path, report: RankReport) -> str:
+    """A report for those who started the ranks with torchrun."""
+    with suppress(M2nCompileError):
+        where = rank_name(report.rank, load(folder / "plan.json").inputs.trainer.ranks)
+        if report.error is not None:
+            return f"{where}: {report.error}"
+        if report.differences:
+            return "\n  ".join((f"{where}: differences", *map(str, report.differences)))
+        what = f"{report.compared:,} elements equal to the bit" if report.compared else "all sent"
+        return f"{where}: {what} (syncs: {len(report.syncs)})"
+    return f"rank {report.rank}: {report.error}"
 
 
 def _run(
     folder: Path, store: dist.Store, rank: int, world: int, syncs: int, timeout: float
 ) -> RankReport:
     plan = load(folder / "plan.json")
-    trainers = plan.inputs.trainer.ranks
+    trainers, workers = plan.inputs.trainer.ranks, plan.inputs.engine.workers
+    if world != trainers + workers:
+        raise PlanError(
+            f"the plan has {trainers} trainer ranks and {workers} workers, so start "
+            f"{trainers + workers} processes; these are {world}"
+        )
     control = StoreControl(store, rank, world)
     transport = TorchTransport(store, rank, world)
     if rank < trainers:
@@ -158,7 +206,7 @@ def _receive(
             expected.append(_memory(model))
 
     stats, compared = [], 0
-    differences: list[str] = []
+    differences: list[Difference] = []
     with engine.worker(worker_rank, device="cpu") as model:
         disable(model, (path for path in {*direct, *unprocessed} if _has(model, path)))
         loaded(model, 0)
@@ -178,20 +226,29 @@ def _receive(
             stats.append(worker.receive())
             got, wanted = _memory(model), expected[number]
             for name in sorted(got.keys() | wanted.keys()):
-                if (
-                    name not in got
-                    or name not in wanted
-                    or not torch.equal(got[name], wanted[name])
-                ):
-                    differences.append(f"sync {number + 1}: {name} is not as load_weights makes it")
-                else:
+                difference = _difference(got.get(name), wanted.get(name))
+                if difference is None:
                     compared += got[name].numel()
+                else:
+                    differences.append(Difference(name, number + 1, difference))
             for name, tensor in model.named_parameters():
                 if addresses.get(name) != tensor.data_ptr():
-                    differences.append(f"sync {number + 1}: {name} has moved in memory")
+                    differences.append(Difference(name, number + 1, "it has moved in memory"))
         worker.close()
     rank = plan.inputs.trainer.ranks + worker_rank
     return RankReport(rank, tuple(stats), compared, tuple(differences), unprocessed)
+
+
+def _difference(got: torch.Tensor | None, wanted: torch.Tensor | None) -> str | None:
+    """Between what a sync left and what `load_weights` makes, both as bits."""
+    if got is None or wanted is None:
+        return "it is gone" if got is None else "load_weights makes no such tensor"
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"it is {list(got.shape)}, load_weights makes {list(wanted.shape)}"
+    if torch.equal(got, wanted):
+        return None
+    count = int((got != wanted).sum())
+    return f"{count:,} of {got.numel():,} elements are not what load_weights makes"
 
 
 def _has(model: torch.nn.Module, path: str) -> bool:
