@@ -3,8 +3,9 @@
 usage: python tools/gpu_engine.py FOLDER...
 
 Each FOLDER has a `config.json` and a `plan.json` for it, for one trainer rank and a vLLM of the
-plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP` makes one, on any machine with
-the compiler. The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
+plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP RESOLVER` makes one, on any machine
+with the compiler. By a plan of the `vllm` resolver the workers are stock: they run vLLM's own
+`nccl_m2n`. The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
 starts with the same weights. Checked after each of three syncs, the first of negated weights:
 every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
 makes it; and greedy tokens are counted that are transformers' (MoE differs by rounding).
@@ -51,8 +52,8 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
     if options.prepare:
-        folder, kind, tp = options.arguments
-        prepare(Path(folder), kind, int(tp))
+        folder, kind, tp, resolver = options.arguments
+        prepare(Path(folder), kind, int(tp), resolver)
     elif options.serve:
         folder, port = options.arguments
         serve(Path(folder), int(port))
@@ -62,7 +63,7 @@ def main() -> None:
         os._exit(bool(failed))
 
 
-def prepare(folder: Path, kind: str, tp: int) -> None:
+def prepare(folder: Path, kind: str, tp: int, resolver: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,7 +85,7 @@ def prepare(folder: Path, kind: str, tp: int) -> None:
     (folder / "spec.toml").write_text(
         '[model]\npath = "."\nmanifest = "manifest.json"\n'
         f'[engine]\nversion = "0.33.0"\ntarget = "cuda-sm90"\ndtype = "bfloat16"\ntp = {tp}\n'
-        '[trainer]\nranks = 1\nlayout = "ddp"\n'
+        f'[trainer]\nranks = 1\nlayout = "ddp"\n[resolver]\nname = "{resolver}"\n'
     )
     (folder / "plan.json").write_bytes(build_plan(load_spec(folder / "spec.toml")).encoded)
 
@@ -109,7 +110,8 @@ def digests(worker: Any) -> dict[str, str]:
 def serve(folder: Path, port: int) -> None:
     from vllm import LLM, SamplingParams
 
-    tp = json.loads((folder / "plan.json").read_text())["inputs"]["engine"]["tp"]
+    inputs = json.loads((folder / "plan.json").read_text())["inputs"]
+    tp, stock = inputs["engine"]["tp"], inputs["resolver"]["name"] == "vllm"
     llm = LLM(
         str(folder / "start"),
         skip_tokenizer_init=True,
@@ -121,7 +123,7 @@ def serve(folder: Path, port: int) -> None:
         tensor_parallel_size=tp,
         disable_custom_all_reduce=True,
         enable_prefix_caching=False,
-        weight_transfer_config={"backend": "m2n_plan"},
+        weight_transfer_config={"backend": "nccl_m2n" if stock else "m2n_plan"},
         **({"distributed_executor_backend": "mp"} if tp > 1 else {}),
     )
 
@@ -282,6 +284,8 @@ def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) 
         device="cuda:0",
         transport="m2n",
         timeout=60.0,
+        stock=json.loads((folder / "plan.json").read_text())["inputs"]["resolver"]["name"]
+        == "vllm",
     )
     print(f"  start {time.monotonic() - began:.2f} s", flush=True)
     good = True

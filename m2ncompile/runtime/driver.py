@@ -51,7 +51,9 @@ class Driver:
             try:
                 call()
             except BaseException as error:  # the engine's, over whatever carries it
-                text = " ".join(str(error).split()) or "no message"
+                # A client over HTTP has what the server said in the answer that it raises for.
+                said = getattr(getattr(error, "response", None), "text", "")
+                text = " ".join(f"{error} {said}".split()) or "no message"
                 self._failure = f"{name}: {type(error).__name__}: {text[:1000]}"
             finally:
                 done.set()

@@ -122,7 +122,8 @@ class StockSession:
                 "init_weight_transfer_engine", lambda: client.init_weight_transfer_engine(info)
             )
         group = stateless_init_metadata_group(self._host, self._port, self.rank, world)
-        self.transport = M2nTransport(group.store, self.rank, world, self._device)
+        # The pool must be the same on all ranks, and the workers' is their own affair.
+        self.transport = M2nTransport(group.store, self.rank, world, self._device, pool=False)
         self._among = StoreControl(group.store, self.rank, trainers, "m2ncompile/trainers")
 
         def runtime() -> tuple[Any, Any]:

@@ -93,25 +93,20 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
         self._started = self._received = False
 
     def init_transfer_engine(self, init_info: PlanInitInfo) -> None:
-        if self.worker is not None:
-            if self.worker.unusable is None:
-                raise RunError(
-                    "a plan is bound already; call shutdown_weight_transfer_engine first"
-                )
-            self.shutdown()
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + (
-            parallel.data_parallel_index * parallel.world_size + parallel.rank
-        )
-        address = f"{init_info.master_address}:{init_info.master_port}"
-        store = meet(address, rank, init_info.timeout)
-        target = VllmTarget(
-            self.model, self.model_config, self.device, vllm.__version__.split("+")[0]
-        )
         with self._one_raises():
+            if self.worker is not None and self.worker.unusable is None:
+                raise _alike("a plan is bound already; call shutdown_weight_transfer_engine first")
+            self.shutdown()
+            parallel = self.parallel_config
+            rank = init_info.rank_offset + (
+                parallel.data_parallel_index * parallel.world_size + parallel.rank
+            )
+            address = f"{init_info.master_address}:{init_info.master_port}"
+            store = meet(address, rank, init_info.timeout)
+            version = vllm.__version__.split("+")[0]
             self.worker = Worker(
                 init_info.load,
-                target,
+                VllmTarget(self.model, self.model_config, self.device, version),
                 StoreControl(store, rank, init_info.world_size),
                 transport_of(init_info.transport, store, rank, init_info.world_size, self.device),
                 trainers=init_info.rank_offset,
@@ -122,9 +117,7 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
         with self._one_raises():
             worker = self._ready()
             if worker.unusable is not None:
-                failure = RunError(f"no update is possible: {worker.unusable}")
-                failure.agreed = True
-                raise failure
+                raise _alike(f"no update is possible: {worker.unusable}")
             self._started, self._received = True, False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -133,30 +126,31 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PlanUpdateInfo) -> None:
-        worker = self._ready()
-        if not self._started:
-            raise RunError("update_weights came without start_weight_update")
-        if self._received:
-            raise RunError(
-                f"update_weights came twice: version {worker.version} is complete; call "
-                "finish_weight_update"
-            )
         with self._one_raises():
+            worker = self._ready()
+            if not self._started:
+                raise _alike("update_weights came without start_weight_update")
+            if self._received:
+                raise _alike(
+                    f"update_weights came twice: version {worker.version} is complete; call "
+                    "finish_weight_update"
+                )
             worker.receive()
             self._received = True
 
     def finish_weight_update(self) -> None:
-        worker = self._ready()
-        started, self._started = self._started, False
-        if worker.unusable is not None:
-            return  # the update raised already; this ends vLLM's session
-        if not started:
-            raise RunError("finish_weight_update came without start_weight_update")
-        if not self._received:
-            raise RunError(
-                "finish_weight_update came before update_weights: the weights are still those of "
-                f"version {worker.version}"
-            )
+        with self._one_raises():
+            worker = self._ready()
+            started, self._started = self._started, False
+            if worker.unusable is not None:
+                return  # the update raised already; this ends vLLM's session
+            if not started:
+                raise _alike("finish_weight_update came without start_weight_update")
+            if not self._received:
+                raise _alike(
+                    "finish_weight_update came before update_weights: the weights are still "
+                    f"those of version {worker.version}"
+                )
 
     @contextmanager
     def _one_raises(self) -> Iterator[None]:
@@ -176,7 +170,7 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
 
     def _ready(self) -> Worker:
         if self.worker is None:
-            raise RunError("no plan is bound yet; call init_weight_transfer_engine first")
+            raise _alike("no plan is bound yet; call init_weight_transfer_engine first")
         return self.worker
 
     def shutdown(self) -> None:
@@ -184,3 +178,10 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
         self._started = self._received = False
         if worker is not None:
             worker.close()
+
+
+def _alike(message: str) -> RunError:
+    """What every worker finds, since vLLM calls them all alike."""
+    error = RunError(message)
+    error.agreed = True
+    return error

@@ -37,6 +37,8 @@ _POOL = "NCCL_RESHARD_PACK_BUFFSIZES"
 _POOL_SLOTS = 2
 #: Legs whose end can be waited for by itself.
 _KEPT = 8
+#: For a communicator to be aborted, in seconds.
+_PATIENCE = 10.0
 #: How often a wait looks for errors, in seconds.
 _LOOK = 0.05
 
@@ -53,16 +55,19 @@ class M2nTransport:
     """A communicator of its own. The unique id comes from rank 0 over `store`."""
 
     def __init__(
-        self, store: Store, rank: int, world: int, device: torch.device, max_cta: int | None = None
+        self, store: Store, rank: int, world: int, device: torch.device, pool: bool = True
     ) -> None:
+        """`pool` is whether this run sets the size of NCCL M2N's staging pool."""
         self._store, self._rank, self._world = store, rank, world
-        self._device, self._max_cta = device, max_cta
+        self._device, self._pool = device, pool
         self._comm: Any = None
         self._handle: Any = None
         self._legs: Sequence[Leg] = ()
         self._nothing: dict[Leg, tuple[Any, Any]] = {}
         self._described: dict[tuple[int, int], Any] = {}
         self._done: OrderedDict[int, torch.cuda.Event] = OrderedDict()
+        self._watchdog: threading.Timer | None = None
+        self._aborted = False
 
     def prepare(self, legs: Sequence[Leg]) -> None:
         if self._device.type != "cuda":
@@ -70,7 +75,9 @@ class M2nTransport:
         self._import()
         self._legs = legs
         # Before the first handle, and the same on all ranks: part of the identity.
-        os.environ.setdefault(_POOL, f"{-(-pool_bytes(legs) // (1 << 20)) << 20}:{_POOL_SLOTS}")
+        if self._pool:
+            size = -(-pool_bytes(legs) // (1 << 20)) << 20
+            os.environ.setdefault(_POOL, f"{size}:{_POOL_SLOTS}")
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)
         for leg in set(legs):
@@ -106,7 +113,7 @@ class M2nTransport:
     @property
     def identity(self) -> str:
         unique = hashlib.sha256(self._unique).hexdigest()[:12]
-        return f"{self._version}, {self._world} ranks, id {unique}, pool {os.environ[_POOL]}"
+        return f"{self._version}, {self._world} ranks, id {unique}, pool {os.environ.get(_POOL)}"
 
     def connect(self, deadline: Deadline) -> None:
         """Raises RunError when not all ranks come in time."""
@@ -133,7 +140,7 @@ class M2nTransport:
         if isinstance(found[0], Exception):
             raise found[0]
         self._comm = found[0]
-        self._handle = self._m2n.Handle.create(self._m2n.Config(max_cta=self._max_cta))
+        self._handle = self._m2n.Handle.create(self._m2n.Config())
 
     def adopt(self, comm: Any, handle: Any) -> None:
         """In place of `connect`: a communicator and a handle that are made already."""
@@ -167,9 +174,19 @@ class M2nTransport:
             source = self._describe(leg, send, kind.source)
         if receive is not None:
             destination = self._describe(leg, receive, kind.destination)
+        if self._watchdog is None:
+            # The call itself waits for a staging slot, with no deadline of its own.
+            self._watchdog = threading.Timer(deadline.remaining, self._abort)
+            self._watchdog.daemon = True
+            self._watchdog.start()
         # What was packed, unpacked or computed so far on the caller's stream comes first.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._handle.reshard(self._comm, source, destination, stream=self._stream)
+        try:
+            self._handle.reshard(self._comm, source, destination, stream=self._stream)
+        except Exception as error:
+            self._check(deadline)
+            raise RunError(f"NCCL M2N failed: {error}") from error
+        self._check(deadline)
         event = torch.cuda.Event()
         event.record(self._stream)
         self._done[leg] = event
@@ -201,34 +218,47 @@ class M2nTransport:
             now = time.monotonic()
             if now - looked > _LOOK:
                 looked = now
-                self._check()
-                if deadline.passed:
-                    raise RunError(f"the transfer did not end within {deadline.seconds:g} s")
+                self._check(deadline, thoroughly=True)
                 time.sleep(0.001)
-        self._check()
+        self._check(deadline, thoroughly=True)
         self._done.clear()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
 
-    def _check(self) -> None:
+    def _check(self, deadline: Deadline, thoroughly: bool = False) -> None:
+        if self._aborted or deadline.passed:
+            raise RunError(f"the transfer did not end within {deadline.seconds:g} s")
         if (comm := self._comm) is None:
             raise RunError("the communicator is closed")
-        error = comm.get_async_error()
-        if int(error) not in (0, 7):  # success, in progress
+        if thoroughly and int(error := comm.get_async_error()) not in (0, 7):  # ok, in progress
             raise RunError(f"NCCL failed: {error} {comm.get_last_error()}")
 
-    def close(self) -> None:
-        comm, self._comm = self._comm, None
-        handle, self._handle = self._handle, None
-        self._described.clear()
-        if comm is None:
-            return
-        if self._done and not next(reversed(self._done.values())).query():
-            # Something is under way that may never end: the communicator ends it.
+    def _abort(self) -> None:
+        """Ends whatever waits in the communicator, which is dead from then on."""
+        self._aborted = True
+        if (comm := self._comm) is not None:
             comm.abort()
+
+    def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        comm, handle, aborted = self._comm, self._handle, self._aborted
+        self._described.clear()
+        if comm is None or aborted:
+            self._comm = self._handle = None
             return
-        torch.cuda.synchronize(self._device)
-        if handle is not None:
+        ended = not self._done or next(reversed(self._done.values())).query()
+        if ended and handle is not None:
+            torch.cuda.synchronize(self._device)
             handle.destroy()
-        comm.abort()
+        # Where something is under way that may never end, the communicator ends it. Nothing
+        # bounds that either.
+        ending = threading.Thread(target=self._abort, name="m2ncompile-abort", daemon=True)
+        ending.start()
+        ending.join(_PATIENCE)
+        self._comm = self._handle = None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
