@@ -23,6 +23,9 @@ __all__ = ["GRACE", "Session", "destination_digest"]
 #: What is added to a deadline for telling everyone that it has passed, in seconds.
 GRACE = 10.0
 
+#: For a transfer to end by itself once its deadline has passed, in seconds.
+_SLACK = 2.0
+
 T = TypeVar("T")
 
 
@@ -162,7 +165,7 @@ class Session:
             raise
         began = self.timeout - deadline.remaining
         try:
-            result, error = _attempt(lambda: run(version, deadline))
+            result, error = self._bounded(lambda: run(version, deadline), deadline)
             if self._closed.is_set():
                 error = "it was closed during the sync"
             if error is not None:
@@ -184,6 +187,29 @@ class Session:
         assert result is not None
         self._syncs += 1
         return version, result, began + ended - ending.remaining
+
+    def _bounded(self, action: Callable[[], T], deadline: Deadline) -> tuple[T | None, str | None]:
+        """As `_attempt`, in no more time than there is.
+
+        A GPU that waits for a rank that is gone may hold whoever touches it, and nothing
+        ends that: then it is left to a thread.
+        """
+        around = self.transport.detached()
+        if around is None:
+            return _attempt(action)
+        outcome: list[tuple[T | None, str | None]] = []
+
+        def run() -> None:
+            with around:
+                outcome.append(_attempt(action))
+
+        thread = threading.Thread(target=run, name="m2ncompile-sync", daemon=True)
+        thread.start()
+        thread.join(deadline.remaining + _SLACK)
+        if outcome:
+            return outcome[0]
+        seconds = f"{deadline.seconds:g} s"
+        return None, f"the transfer did not end within {seconds}, and holds the GPU: restart it"
 
     def _one_version(self, notes: list[str]) -> str:
         versions = notes[: self.trainers]

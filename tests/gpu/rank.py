@@ -44,7 +44,7 @@ def device_of(plan: Plan, rank: int) -> torch.device:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, if it does
+    faulthandler.dump_traceback_later(100, exit=True)  # says where it hangs, if it does
     path, address, rank, syncs = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     timeout, dies = float(sys.argv[5]), int(sys.argv[6]) if len(sys.argv) > 6 else None
     plan = load(Path(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from m2ncompile.runtime.deadline import Deadline
@@ -25,6 +26,13 @@ class Transport(Protocol):
     @property
     def identity(self) -> str:
         """What all ranks must have alike: the kind, the version, whom it connects."""
+        ...
+
+    def detached(self) -> AbstractContextManager[object] | None:
+        """What a thread must be inside of to run a sync for the caller.
+
+        None where every call ends by its deadline, so that the caller may run it itself.
+        """
         ...
 
     def prepare(self, legs: Sequence[Leg]) -> None: ...

@@ -40,6 +40,9 @@ class LocalTransport:
     def identity(self) -> str:
         return f"local, {self._hub.world} ranks"
 
+    def detached(self) -> None:
+        return None
+
     def prepare(self, legs: Sequence[Leg]) -> None:
         self._legs = legs
 

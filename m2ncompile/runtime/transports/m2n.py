@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ _POOL_SLOTS = 2
 #: Legs whose end can be waited for by itself.
 _KEPT = 8
 #: For a communicator to be aborted, in seconds.
-_PATIENCE = 10.0
+_PATIENCE = 3.0
 #: How often a wait looks for errors, in seconds.
 _LOOK = 0.05
 
@@ -68,6 +69,10 @@ class M2nTransport:
         self._done: OrderedDict[int, torch.cuda.Event] = OrderedDict()
         self._watchdog: threading.Timer | None = None
         self._aborted = False
+
+    def detached(self) -> AbstractContextManager[object]:
+        # Device and stream are a thread's own.
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))  # type: ignore[no-any-return]
 
     def prepare(self, legs: Sequence[Leg]) -> None:
         if self._device.type != "cuda":

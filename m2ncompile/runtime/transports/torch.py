@@ -64,6 +64,9 @@ class TorchTransport:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return f"torch {backend}, {self._world} ranks"
 
+    def detached(self) -> None:
+        return None
+
     def prepare(self, legs: Sequence[Leg]) -> None:
         self._legs = legs
         largest = 0
