@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ENGINE := .venv-engine
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep lint format golden bench clean
+.PHONY: help demo test sweep lint format golden bench gpu clean
 
 help: ## Show the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: $(VENV)/.ready ## Print the tables of docs/figures.md (half an hour)
 	$(BIN)/python tools/bench_build.py
 	$(BIN)/python tools/bench_routes.py
 	$(BIN)/python tools/bench_run.py
+
+gpu: ## Run the GPU tests, in the environment that python3 is of (torch with CUDA, m2ncompile[nccl])
+	$(PYTHON) -m pytest tests/gpu
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache

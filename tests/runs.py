@@ -234,6 +234,7 @@ class DictTarget:
 
     def __init__(self, params: Mapping[str, torch.Tensor], keeps: Collection[str] = ()) -> None:
         self.version, self.device = "0.33.0", torch.device("cpu")
+        self.platform: str | None = None
         self.params, self.whole = dict(params), dict[str, torch.Tensor]()
         self.keeps, self.abandoned, self.finished = keeps, 0, 0
         self._waiting: dict[str, torch.Tensor] = {}

@@ -257,6 +257,7 @@ class PlainTarget:
         import torch
 
         self.plan, self.device, self.version = plan, device, plan.inputs.engine.version
+        self.platform = None
         self.params = {}
         for param in plan.params:
             geometry = plan.geometries[param.geometry]

@@ -225,7 +225,8 @@ def worker(plan: Any, model: Any, config: Any) -> Any:
         def abandon(self) -> None:
             pass
 
-    target = Target(model, config, torch.device("meta"), plan.inputs.engine.version)
+    version = plan.inputs.engine.version
+    target = Target(model, config, torch.device("meta"), version, rehearsed=True)
     echo: Any = Echo(TRAINERS + RANK, TRAINERS + TP)
     still: Any = Still()
     return Worker(lambda: plan, target, echo, still, trainers=TRAINERS, timeout=60.0)

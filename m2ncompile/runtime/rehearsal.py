@@ -212,7 +212,11 @@ def _receive(
         loaded(model, 0)
         addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
         target = VllmTarget(
-            model, engine.model_config, torch.device("cpu"), plan.inputs.engine.version
+            model,
+            engine.model_config,
+            torch.device("cpu"),
+            plan.inputs.engine.version,
+            rehearsed=True,
         )
         worker = Worker(
             lambda: plan,

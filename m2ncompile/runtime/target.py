@@ -30,6 +30,8 @@ class Target(Protocol):
     """
 
     version: str
+    #: As `engine.target` in a spec; None where it does not matter, in a rehearsal.
+    platform: str | None
     device: torch.device
 
     def live(self) -> Mapping[str, torch.Tensor]:

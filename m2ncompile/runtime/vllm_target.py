@@ -27,12 +27,21 @@ __all__ = ["VllmTarget"]
 
 
 class VllmTarget:
-    """`model` is loaded and processed, `model_config` vLLM's for it."""
+    """`model` is loaded and processed, `model_config` vLLM's for it.
+
+    `rehearsed` is one that does not run on the platform that its plan is for.
+    """
 
     def __init__(
-        self, model: nn.Module, model_config: Any, device: torch.device, version: str
+        self,
+        model: nn.Module,
+        model_config: Any,
+        device: torch.device,
+        version: str,
+        rehearsed: bool = False,
     ) -> None:
         self.version, self.device = version, device
+        self.platform = None if rehearsed else _platform(device)
         self._model, self._config = model, model_config
         self._modules: nn.Module | None = None
         #: Parameters in load format, and the loaders that they had.
@@ -156,6 +165,13 @@ class VllmTarget:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _platform(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda-sm{major}{minor}"
 
 
 def _unwrapped(loader: Any) -> Any:

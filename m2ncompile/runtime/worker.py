@@ -55,6 +55,12 @@ class Worker:
                 f"the plan is for vLLM {engine.version}, this worker runs {target.version}; "
                 f'build it with engine.version = "{target.version}"'
             )
+        if target.platform not in (None, engine.target):
+            # It decides what post-load processing does, hence what may be written directly.
+            raise EngineError(
+                f"the plan is for {engine.target}, this worker runs on {target.platform}; "
+                f'build it with engine.target = "{target.platform}"'
+            )
         binding = bind_worker(plan, target, self._session.rank)
         self._staging = torch.empty(binding.staging_nbytes, dtype=torch.uint8, device=target.device)
         #: By dtype two buffers: one is emptied while the other is received into.

@@ -82,9 +82,12 @@ class Peer:
 
 
 @pytest.fixture
-def peer(plan: Plan, model: Path) -> Iterator[Callable[..., Peer]]:
+def peer(plan: Plan, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Peer]]:
+    from m2ncompile.runtime import vllm_target
     from m2ncompile.runtime.vllm_worker import PlanWeightTransferEngine
 
+    # This machine stands in for one with such a GPU, where vLLM leaves loaded weights as they are.
+    monkeypatch.setattr(vllm_target, "_platform", lambda device: "cuda-sm90")
     meta = MetaEngine(plan.inputs.engine, model)
     made = []
     with meta.worker(0, device="cpu") as module:
@@ -208,6 +211,18 @@ def test_a_plan_for_another_version_of_the_engine(peer: Callable[..., Peer]) -> 
             RunError, match=r"the plan is for vLLM 0\.33\.0, this worker runs 0\.99\.0"
         ):
             one.start()
+
+
+def test_a_plan_for_another_platform(
+    peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from m2ncompile.runtime import vllm_target
+
+    one = peer()
+    monkeypatch.undo()
+    assert vllm_target._platform(torch.device("cpu")) == "cpu"
+    with pytest.raises(RunError, match="the plan is for cuda-sm90, this worker runs on cpu"):
+        one.start()
 
 
 def test_of_several_workers_the_last_raises(peer: Callable[..., Peer]) -> None:

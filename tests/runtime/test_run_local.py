@@ -224,6 +224,16 @@ def test_an_engine_of_another_version_is_refused_on_every_rank() -> None:
     assert text in str(caught.value)
 
 
+def test_another_platform_is_refused_on_every_rank() -> None:
+    plan = make_plan()
+    targets = [DictTarget(params_of(plan, worker)) for worker in range(2)]
+    targets[0].platform, targets[1].platform = "cuda-sm90", "cuda-sm100"
+    with pytest.raises(RunError) as caught:
+        Run(plan, targets)
+    text = "worker 1: the plan is for cuda-sm90, this worker runs on cuda-sm100; build it with"
+    assert text in str(caught.value) and "worker 0" not in str(caught.value)
+
+
 def test_a_run_closed_by_another_thread_in_a_sync_gives_its_store_back() -> None:
     run = Run(make_plan())
 
