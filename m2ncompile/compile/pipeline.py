@@ -14,7 +14,12 @@ from m2ncompile import __version__
 from m2ncompile.collector import collector_paused
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
-from m2ncompile.compile.resolve_traced import check_accepted, pieces_by_tensor, resolve_traced
+from m2ncompile.compile.resolve_traced import (
+    check_accepted,
+    check_reloaded,
+    pieces_by_tensor,
+    resolve_traced,
+)
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
 from m2ncompile.compile.routes import Destination
 from m2ncompile.compile.validate import validate
@@ -84,6 +89,7 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     placed = pieces_by_tensor(recordings, mesh.start)
     check_accepted(tensors, recordings, placed, engine.quantization is not None)
     destinations = resolve_traced(tensors, sources, recordings, placed, mesh, spec.limits.max_dims)
+    check_reloaded(destinations, recordings, placed, mesh.start)
     transfers = coalesce(tensors, destinations, spec.limits)
     plan = assemble(inputs, tensors, sources, destinations, transfers)
     validate(plan, recordings)

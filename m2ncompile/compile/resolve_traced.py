@@ -22,7 +22,14 @@ from m2ncompile.families import numberless
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh
 
-__all__ = ["Pieces", "check_accepted", "piece_of_copy", "pieces_by_tensor", "resolve_traced"]
+__all__ = [
+    "Pieces",
+    "check_accepted",
+    "check_reloaded",
+    "piece_of_copy",
+    "pieces_by_tensor",
+    "resolve_traced",
+]
 
 #: A tensor's pieces: live parameter -> communicator rank -> pieces.
 Pieces = dict[str, dict[int, tuple[Piece, ...]]]
@@ -111,6 +118,50 @@ def _read(pieces: Pieces) -> int:
         for piece in found
     }
     return sum(boxes.values())
+
+
+def check_reloaded(
+    destinations: Sequence[Destination],
+    recordings: Sequence[Recording],
+    placed: Mapping[int, Pieces],
+    first_worker: int,
+) -> None:
+    """What a reload can't give back must be zeros, which is what the run puts there.
+
+    A module that is reloaded starts from nothing. A parameter that tensors fill on other
+    workers alone (a bias that only the first of a row-parallel layer's workers adds) is then
+    whatever its loader puts there. Raises EngineError where that is not seen to be zeros.
+    """
+    filled: defaultdict[str, set[int]] = defaultdict(set)
+    for pieces in placed.values():
+        for name, found in pieces.items():
+            filled[name] |= found.keys()
+    reloaded = {
+        d.landing.param.name.rpartition(".")[0]
+        for d in destinations
+        if d.landing is not None and d.route == "reload"
+    }
+    arriving: defaultdict[int, set[str]] = defaultdict(set)
+    for name, ranks in filled.items():
+        for rank in ranks:
+            arriving[rank].add(name.rpartition(".")[0])
+    problems = Problems()
+    for recording in recordings:
+        rank = first_worker + recording.rank
+        modules = reloaded & arriving[rank]
+        for position, param in enumerate(recording.params):
+            if (
+                param.name in filled
+                and rank not in filled[param.name]
+                and param.name.rpartition(".")[0] in modules
+                and position not in recording.zeroed
+            ):
+                problems.add(
+                    param.name,
+                    f"worker {recording.rank}'s loader leaves it as it was, on other workers "
+                    "tensors fill it; its module is reloaded, which would lose it",
+                )
+    problems.raise_if_any(EngineError, "the model can't be reloaded as it was loaded")
 
 
 def pieces_by_tensor(recordings: Sequence[Recording], first_worker: int) -> dict[int, Pieces]:

@@ -20,6 +20,7 @@ __all__ = [
     "takes_data_out",
     "tensors_in",
     "written_by",
+    "zeroes",
 ]
 
 COPY = torch.ops.aten.copy_.default
@@ -43,6 +44,8 @@ _NOT_READING = _names(
 OVERWRITING = _names(
     "fill_ zero_ normal_ uniform_ random_ exponential_ bernoulli_ _foreach_zero_ _foreach_copy_"
 )
+#: Make or leave nothing but zeros; `fill_` where it is given zero.
+_ZEROING = _names("zeros zeros_like new_zeros zero_ fill_")
 #: In words of the functions that loaders call.
 _CALLED = {"_to_copy": "to(dtype)", "_local_scalar_dense": "item"}
 
@@ -75,6 +78,12 @@ def written_by(operation: Any) -> tuple[tuple[int, str], ...]:
 @cache
 def takes_data_out(operation: Any) -> bool:
     return any("Tensor" not in str(result.type) for result in operation._schema.returns)
+
+
+def zeroes(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether all that the operation makes, or writes to, is zero."""
+    name = operation._schema.name
+    return name in _ZEROING and (name != "aten::fill_" or (len(args) > 1 and args[1] == 0))
 
 
 def called(operation: Any) -> str:

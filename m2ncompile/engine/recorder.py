@@ -46,6 +46,7 @@ from m2ncompile.engine.aten import (
     takes_data_out,
     tensors_in,
     written_by,
+    zeroes,
 )
 from m2ncompile.engine.boxes import UnevenError, disjoint, through
 from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
@@ -125,6 +126,7 @@ def record_load(
                 recorder.copies(),
                 tuple(Refusal(index, *cause) for index, cause in sorted(refused.items())),
                 tuple(sorted(unknown.items())),
+                recorder.zeroed(),
             )
         elif (culprit := recorder.culprit(raised)) is None:
             words = _words(raised)
@@ -281,6 +283,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         #: Tensor of each storage that nothing wrote to, and what is in all others.
         self._sources: dict[int, int] = {}
         self._held = {one.storage._cdata: _Held(one.dtype, is_param=True) for one in live}
+        #: Storages of nothing but zeros, and the parameters that such were written to.
+        self._zeros: dict[int, torch.UntypedStorage] = {}
+        self._zeroed: set[int] = set()
         #: All but parameters'. They live to the end, or another could take their address.
         self._storages: dict[int, torch.UntypedStorage] = {}
         for index, info in enumerate(tensors):
@@ -311,10 +316,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         if func is COPY:
             return self._copy(args[0], args[1])
+        if zeroes(func, args):
+            return self._zero(func, args, kwargs or {})
         if passes(func):
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in REARRANGING:
-            return self._rearrange(func, args, kwargs or {})
+            result = self._rearrange(func, args, kwargs or {})
+            if self._zeros and all(_key(part) in self._zeros for part in tensors_in(args)):
+                self._zeros[_key(result)] = result.untyped_storage()
+            return result
         return self._compute(func, args, kwargs or {})
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -334,7 +344,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 held.pieces.append((into, index, _view(source)))
                 return target
 
+        self._zeros.pop(_key(target), None)
         if not self._carries(source):
+            if _key(source) in self._zeros:
+                self._zeroed.add(_key(target))
             self._overwrite(target, "copy_")
             result: torch.Tensor = COPY(target, source)
             return result
@@ -342,6 +355,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             source = source.expand(target.shape)
         self._follow(target, source)
         return target
+
+    def _zero(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs) if passes(func) else self._compute(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            held = self._held.get(storage._cdata)
+            if held is not None and held.is_param:
+                self._zeroed.add(storage._cdata)
+            elif result.numel() * result.element_size() == storage.nbytes():
+                self._zeros[storage._cdata] = storage
+        return result
 
     def _rearrange(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joins = func in (CAT, STACK)
@@ -369,14 +393,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         read = list(tensors_in((*args, *kwargs.values())))
-        if not any(self._carries(tensor) for tensor in read):
-            return func(*args, **kwargs)
-        name = called(func)
         written = [
             tensor
             for position, argument in written_by(func)
             for tensor in tensors_in(args[position : position + 1] or kwargs.get(argument))
         ]
+        for tensor in written:
+            self._zeros.pop(_key(tensor), None)
+        if not any(self._carries(tensor) for tensor in read):
+            return func(*args, **kwargs)
+        name = called(func)
         if func._schema.name in OVERWRITING:
             read = [one for one in read if not any(one is other for other in written)]
         causes: dict[int, _Cause] = {}
@@ -396,6 +422,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 self._need(causes)
             raise
         for tensor in (*written, *tensors_in(result)):
+            self._zeros.pop(_key(tensor), None)
             self._spoil(tensor, causes)
         return result
 
@@ -516,6 +543,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             for position, one in enumerate(self._live)
             for target, index, source in self._held[one.storage._cdata].pieces
             if 0 not in target.shape
+        )
+
+    def zeroed(self) -> tuple[int, ...]:
+        """The parameters that zeros of the loader's own were written to, by position."""
+        return tuple(
+            position
+            for position, one in enumerate(self._live)
+            if one.storage._cdata in self._zeroed
         )
 
     def refusals(self, model: nn.Module, loader: str) -> dict[int, _Cause]:

@@ -72,7 +72,8 @@ class Recording(msgspec.Struct, frozen=True):
     one wins where two overlap. A tensor that is refused may also be in copies,
     which then do not say all. A tensor that is in no copy, refusal or `unknown`
     was accepted and not read (another rank's expert), or skipped. Elements that
-    no copy fills are as they were, or constants of the loader's.
+    no copy fills are as they were, or constants of the loader's; `zeroed` are the
+    parameters of some of which those are zeros.
     """
 
     rank: int
@@ -80,3 +81,4 @@ class Recording(msgspec.Struct, frozen=True):
     copies: tuple[Copy, ...]
     refusals: tuple[Refusal, ...]
     unknown: tuple[tuple[int, str], ...]
+    zeroed: tuple[int, ...] = ()
