@@ -77,6 +77,7 @@ class Case(msgspec.Struct):
             self.tensors,
             sources or self.sources,
             destinations or self.destinations,
+            tuple(t.destinations for t in self.plan.transfers) if destinations is None else None,
         )
 
     def refuses(self, plan: Plan) -> bool:
@@ -351,6 +352,10 @@ def table_mutations(plan: Plan) -> Iterator[tuple[str, int, Any]]:
         for step in (1, -1, 64):
             dims = tuple((size, stride + step) for size, stride in landing.dims)
             yield "landings", place, replace(landing, dims=dims)
+    for place, transfer in enumerate(plan.transfers[:40]):
+        members, others = transfer.destinations, plan.transfers[place - 1].destinations
+        for changed in (members[:-1], (*members, members[0]), (*members, *others), others):
+            yield "transfers", place, replace(transfer, destinations=changed)
     for place, d in enumerate(plan.destinations[:40]):
         for route in ("direct", "reload", "fallback"):
             yield "destinations", place, replace(d, route=route)
