@@ -18,7 +18,7 @@ from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.transports.base import Transport
 
-__all__ = ["GRACE", "Session", "destination_digest"]
+__all__ = ["GRACE", "Session", "attempt", "destination_digest"]
 
 #: What is added to a deadline for telling everyone that it has passed, in seconds.
 GRACE = 10.0
@@ -90,7 +90,7 @@ class Session:
         """
         title = "the run can't start; no data was moved"
         try:
-            plan, error = _attempt(lambda: self._checked(load()))
+            plan, error = attempt(lambda: self._checked(load()))
             source = plan.digests.source if plan else ""
             self._agree("source", source, title, error)
             assert plan is not None
@@ -100,13 +100,13 @@ class Session:
                 self.transport.prepare(legs_of(plan))
                 return self.transport.identity
 
-            identity, error = _attempt(prepare)
+            identity, error = attempt(prepare)
             self._agree("data plane", identity or "", title, error)
-            bound, error = _attempt(lambda: bind(plan))
+            bound, error = attempt(lambda: bind(plan))
             self._agree("readiness", "ready", title, error)
             self._agree("plan", plan.digest, title)
             deadline = Deadline(self.timeout)
-            _, error = _attempt(lambda: self.transport.connect(deadline))
+            _, error = attempt(lambda: self.transport.connect(deadline))
             patience = deadline.extended(GRACE)
             self._agree("connection", "connected", title, error, deadline=patience)
         except BaseException as failure:
@@ -189,19 +189,19 @@ class Session:
         return version, result, began + ended - ending.remaining
 
     def _bounded(self, action: Callable[[], T], deadline: Deadline) -> tuple[T | None, str | None]:
-        """As `_attempt`, in no more time than there is.
+        """As `attempt`, in no more time than there is.
 
         A GPU that waits for a rank that is gone may hold whoever touches it, and nothing
         ends that: then it is left to a thread.
         """
         around = self.transport.detached()
         if around is None:
-            return _attempt(action)
+            return attempt(action)
         outcome: list[tuple[T | None, str | None]] = []
 
         def run() -> None:
             with around:
-                outcome.append(_attempt(action))
+                outcome.append(attempt(action))
 
         thread = threading.Thread(target=run, name="m2ncompile-sync", daemon=True)
         thread.start()
@@ -259,7 +259,7 @@ def _words(failure: BaseException) -> str:
     return text if len(text) <= 1000 else f"{text[:1000]}..."
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
     """What it returns, or why it failed in words for everyone."""
     try:
         return action(), None

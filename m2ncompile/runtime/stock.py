@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from m2ncompile.errors import M2nCompileError, PlanError, RunError
+from m2ncompile.errors import PlanError, RunError
 from m2ncompile.layout import Mesh
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
@@ -25,7 +25,7 @@ from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.driver import Client, Driver
 from m2ncompile.runtime.legs import legs_of
-from m2ncompile.runtime.session import GRACE
+from m2ncompile.runtime.session import GRACE, attempt
 from m2ncompile.runtime.transports.m2n import M2nTransport
 from m2ncompile.wire import WireParam
 
@@ -115,7 +115,7 @@ class StockSession:
         trainers, world = info["rank_offset"], info["world_size"]
         self._names = [param["name"] for param in info["params"]]
         params = [_theirs(param) for param in wire_params(plan)]
-        bound, error = _attempt(lambda: bind(plan))
+        bound, error = attempt(lambda: bind(plan))
         if self._driver is not None:
             client = self._client
             self._driver.start(
@@ -135,7 +135,7 @@ class StockSession:
         with _as_run_errors("the run can't start; no data was moved"):
             vllm.check_source_plan_agreement(group, params, plan.digests.source, error)
             vllm.check_data_plane_agreement(group, None, None)
-            made, error = _attempt(runtime)
+            made, error = attempt(runtime)
             vllm.check_runtime_ready_agreement(group, error)
             assert made is not None
             nccl, handle = made
@@ -174,7 +174,7 @@ class StockSession:
         if driver is not None:
             names = {"names": self._names}
             driver.start("update_weights", lambda: client.update_weights(names))
-        result, failure = _attempt(lambda: run(version, Deadline(self.timeout)))
+        result, failure = attempt(lambda: run(version, Deadline(self.timeout)))
         if driver is not None and failure is None:
             failure = driver.join(self.timeout)
             if failure is None:
@@ -231,15 +231,6 @@ def _difference(plan: Plan, published: Any) -> str | None:
                 f"{plan.inputs.engine.version}"
             )
     return None
-
-
-def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    try:
-        return action(), None
-    except M2nCompileError as error:
-        return None, str(error)
-    except Exception as error:  # anything: the other ranks must hear of it
-        return None, f"{type(error).__name__}: {error}"
 
 
 @contextmanager
