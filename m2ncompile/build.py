@@ -20,26 +20,34 @@ from m2ncompile.plan import Plan, digest_of
 from m2ncompile.plan_check import loads
 from m2ncompile.progress import Progress
 from m2ncompile.spec import Spec, load_spec
-from m2ncompile.store import ActionKey, Store
+from m2ncompile.store import ActionKey, Miss, Store
 
 __all__ = ["Built", "action_key", "build", "open_store"]
 
 
 class Built(msgspec.Struct, frozen=True):
-    """`path` is None when the store could not be written; `warning` then says why."""
+    """`path` is None when the store could not be written; `warning` then says why.
+
+    `miss` says why the store did not have the plan, where it had any other.
+    """
 
     plan: Plan
     hit: bool
     path: Path | None
     warning: str | None = None
+    miss: Miss | None = None
 
 
 def open_store(root: Path) -> Store:
     return Store(root, digest_of)
 
 
-def build(spec_path: Path, store: Store | None, progress: Progress) -> Built:
+def build(
+    spec_path: Path, store: Store | None, progress: Progress, *, record: bool = True
+) -> Built:
     """The plan of a spec file, from `store` where it is there, else compiled.
+
+    Without `record`, what was compiled is not put into the store.
 
     Raises an M2nCompileError for a bad input; a store that can't be written
     only yields a warning.
@@ -54,12 +62,17 @@ def build(spec_path: Path, store: Store | None, progress: Progress) -> Built:
     plan = build_plan(spec, progress)
     if store is None:
         return Built(plan, False, None)
+    miss = None
+    with suppress(StoreError):
+        miss = store.explain(key)
+    if not record:
+        return Built(plan, False, None, miss=miss)
     try:
         digest = store.put(plan.encoded)
         store.record(key, digest)
     except StoreError as error:
-        return Built(plan, False, None, warning=str(error))
-    return Built(plan, False, store.path(digest))
+        return Built(plan, False, None, warning=str(error), miss=miss)
+    return Built(plan, False, store.path(digest), miss=miss)
 
 
 def _cached(store: Store, key: ActionKey) -> Plan | None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-__all__ = ["families", "number_range", "numberless"]
+__all__ = ["families", "number_range", "numberless", "numbers"]
 
 T = TypeVar("T")
 
@@ -37,6 +37,11 @@ def numberless(text: str) -> str:
     return _NUMBER.sub("{}", text)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """The whole numbers between dots in `text`, in order."""
+    return tuple(map(int, _NUMBER.findall(text)))
+
+
 def number_range(numbers: Iterable[int]) -> str:
     """`3`, `{0..27}` or `{0..3,5,8..9}`."""
     ordered = sorted(set(numbers))
@@ -52,6 +57,6 @@ def number_range(numbers: Iterable[int]) -> str:
 
 
 def _joint(names: list[str]) -> str:
-    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+    columns = zip(*map(numbers, names), strict=True)
     ranges = [number_range(column) for column in columns]
     return _NUMBER.sub(lambda _: ranges.pop(0), names[0])

@@ -10,6 +10,7 @@ import typer
 from m2ncompile import __version__
 from m2ncompile.cli.build import build_command
 from m2ncompile.cli.cache import cache_app
+from m2ncompile.cli.diff import diff_command
 from m2ncompile.cli.explain import explain_command
 from m2ncompile.cli.rehearse import rehearse_command
 from m2ncompile.cli.show import show_command
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("build")(build_command)
 app.command("show")(show_command)
 app.command("explain")(explain_command)
+app.command("diff")(diff_command)
 app.command("verify")(verify_command)
 app.command("rehearse")(rehearse_command)
 app.add_typer(cache_app, name="cache")

@@ -15,14 +15,20 @@ import typer
 from m2ncompile.build import Built, build
 from m2ncompile.cli.common import CacheOption, JsonOption, print_json, size, store_at
 from m2ncompile.cli.progress import progress_bar
-from m2ncompile.errors import M2nCompileError, StoreError
+from m2ncompile.errors import M2nCompileError, SpecError, StoreError
+from m2ncompile.locking import plan_beside
+from m2ncompile.spec import load_spec
+from m2ncompile.store import Store
 from m2ncompile.summary import summarize
 
 __all__ = ["build_command"]
 
 
 def build_command(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC...", help="Spec files (TOML).")],
+    specs: Annotated[
+        list[Path],
+        typer.Argument(metavar="SPEC...", help="Spec files (TOML), or folders of them."),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -31,6 +37,25 @@ def build_command(
             help="Also write each plan here: a folder, or a file when there is one spec.",
         ),
     ] = None,
+    locked: Annotated[
+        bool,
+        typer.Option(
+            "--locked",
+            help="Write nothing; exit 1 unless the plan file is what the spec gives. The file is "
+            "that of -o, else NAME.plan.json beside NAME.toml.",
+        ),
+    ] = False,
+    frozen: Annotated[
+        bool,
+        typer.Option(
+            "--frozen",
+            help="As --locked without an engine: exit 1 unless the inputs recorded in the plan "
+            "file are those of the spec.",
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say why a plan was not in the store.")
+    ] = False,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Neither read nor write the store.")
     ] = False,
@@ -41,7 +66,15 @@ def build_command(
 
     With several specs, one that fails does not stop the rest; the exit code is 2.
     """
+    if locked and frozen:
+        raise typer.BadParameter("--locked and --frozen exclude each other")
+    specs = _specs(specs)
     store = None if no_cache else store_at(cache)
+    if locked or frozen:
+        from m2ncompile.cli.locked import check_plans
+
+        check_plans(specs, output, store, frozen=frozen, json=json)
+        return
     results: list[dict[str, Any]] = []
     failed = False
     for spec in specs:
@@ -57,20 +90,46 @@ def build_command(
             print(f"warning: the plan is not stored: {built.warning}", file=sys.stderr)
         result = _result(spec, built, written)
         results.append(result)
+        why = _miss(spec, built, store) if verbose else []
+        if verbose:
+            result["miss"] = why
         if not json:
             _print(result, built)
+            for line in why:
+                print(f"  miss          {line}")
     if json:
         print_json("m2ncompile.build/1", {"plans": results})
     if failed:
         raise typer.Exit(2)
 
 
+def _specs(given: list[Path]) -> list[Path]:
+    """Files as they are, folders as the specs in them."""
+    found: list[Path] = []
+    for path in given:
+        inside = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        if not inside:
+            raise SpecError(f"{path}: the folder holds no spec (*.toml)")
+        found += inside
+    return found
+
+
+def _miss(spec: Path, built: Built, store: Store | None) -> list[str]:
+    """Why the plan was compiled, in lines."""
+    if built.hit or store is None:
+        return []
+    from m2ncompile.missing import describe
+
+    if built.miss is None:
+        return ["the store had no plan"]
+    return describe(built.miss, load_spec(spec), store).lines
+
+
 def _write(built: Built, spec: Path, output: Path | None, several: bool) -> Path | None:
     """Write the plan as asked; a reader never sees half a file."""
     if output is None:
         return built.path
-    into_folder = several or output.is_dir() or not output.suffix
-    path = output / f"{spec.stem}.plan.json" if into_folder else output
+    path = plan_beside(spec, output, several)
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -49,6 +50,29 @@ def ls(cache: CacheOption = None, json: JsonOption = False) -> None:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
         print(f"{entry.digest}  {size(entry.nbytes):>10}  {used}  {len(entry.actions)} specs")
     print(f"{len(entries)} plans, {size(sum(e.nbytes for e in entries))}, in {store.root}")
+
+
+@cache_app.command("explain")
+def explain(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file (TOML).")],
+    cache: CacheOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Say whether a spec's plan is stored, and if not, what differs from the nearest entry."""
+    from m2ncompile.missing import explain_lookup
+    from m2ncompile.spec import load_spec
+
+    digest, why = explain_lookup(load_spec(spec), store_at(cache))
+    if json:
+        content = {"spec": str(spec), "plan": digest, "miss": msgspec.to_builtins(why)}
+        print_json("m2ncompile.cache.explain/1", content)
+    elif digest is not None:
+        print(f"{spec}: stored as {digest}")
+    elif why is None:
+        print(f"{spec}: not stored, and nothing else is")
+    else:
+        print(f"{spec}: not stored; against the nearest entry, {why.plan or 'whose plan is gone'}:")
+        print("\n".join(f"  {line}" for line in why.lines))
 
 
 @cache_app.command("gc")

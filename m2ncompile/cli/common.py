@@ -11,6 +11,7 @@ import typer
 
 from m2ncompile.build import open_store
 from m2ncompile.store import Store, default_root
+from m2ncompile.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,13 +61,3 @@ def console() -> Console:
 
     # Tables must not wrap at 80 columns when a pipe has no width of its own.
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people, in decimal units as link speeds are."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    return f"{value:.2f} TB"

@@ -91,7 +91,7 @@ def rehearse_command(
 
 def _prepare(plan: Plan, model: Path, folder: Path, full: bool) -> Reduced:
     """Writes the plan that is run and its model's config to `folder`."""
-    from m2ncompile.compile.pipeline import config_digest
+    from m2ncompile.inventory import config_digest
     from m2ncompile.verify.check import Reduced, reduce_plan
 
     if not full:

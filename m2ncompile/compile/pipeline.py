@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from fnmatch import translate
-from hashlib import sha256
 from pathlib import Path
-
-import msgspec
 
 from m2ncompile import __version__
 from m2ncompile.collector import collector_paused
@@ -27,8 +23,8 @@ from m2ncompile.engine.facts import ModelFacts
 from m2ncompile.engine.inspect_params import worker_facts
 from m2ncompile.engine.postload import not_direct
 from m2ncompile.engine.vllm_meta import MetaEngine
-from m2ncompile.errors import InventoryError, Problems, SpecError
-from m2ncompile.inventory import Inventory, TensorInfo, read_inventory
+from m2ncompile.errors import Problems, SpecError
+from m2ncompile.inventory import Inventory, TensorInfo, config_digest, read_inventory
 from m2ncompile.layout import Layout, Mesh
 from m2ncompile.plan import Inputs, ModelInput, Plan
 from m2ncompile.progress import Progress
@@ -36,7 +32,7 @@ from m2ncompile.quiet import captured_output
 from m2ncompile.source import source_layouts
 from m2ncompile.spec import Spec
 
-__all__ = ["build_plan", "config_digest"]
+__all__ = ["build_plan"]
 
 
 def build_plan(spec: Spec, progress: Progress = lambda stage, done, total: None) -> Plan:
@@ -94,15 +90,6 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     plan = assemble(inputs, tensors, sources, destinations, transfers)
     validate(plan, recordings)
     return plan
-
-
-def config_digest(model: Path) -> str:
-    """SHA-256 of the model's config.json, whatever its white space and key order."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InventoryError(f"{model / 'config.json'}: can't read it: {error}") from None
-    return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
 
 
 def _sent(inventory: Inventory, exclude: tuple[str, ...]) -> tuple[TensorInfo, ...]:

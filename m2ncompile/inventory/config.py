@@ -7,10 +7,13 @@ beyond the module is named, not listed (`unlisted`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from m2ncompile.errors import InventoryError, Problem, Problems
@@ -22,7 +25,7 @@ from m2ncompile.inventory.records import Inventory, TensorInfo, natural_key
 from m2ncompile.inventory.stored import read_quantization, stored_form
 from m2ncompile.inventory.unlisted import Group
 
-__all__ = ["CONFIG_LIMIT", "from_config", "read_groups"]
+__all__ = ["CONFIG_LIMIT", "config_digest", "from_config", "read_groups"]
 
 #: Bytes; the longest real config is some 10 kB.
 CONFIG_LIMIT = 16 * 2**20
@@ -63,6 +66,15 @@ def read_groups(folder: Path) -> tuple[list[TensorInfo], list[Group]]:
         *unlisted.uncounted(model_type, built.ignored),
     ]
     return listed, groups
+
+
+def config_digest(model: Path) -> str:
+    """SHA-256 of the model's config.json, whatever its white space and key order."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InventoryError(f"{model / 'config.json'}: can't read it: {error}") from None
+    return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any]:

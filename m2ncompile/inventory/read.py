@@ -21,7 +21,7 @@ from m2ncompile.inventory.safetensors import (
     read_safetensors,
 )
 
-__all__ = ["content_key", "read_inventory"]
+__all__ = ["content_key", "origin_of", "read_inventory"]
 
 _TITLE = "can't read the model's tensors"
 
@@ -32,7 +32,7 @@ def read_inventory(folder_or_file: Path) -> Inventory:
     A folder with both has its safetensors read: they are what is stored. Raises
     `InventoryError`.
     """
-    match _kind(folder_or_file):
+    match origin_of(folder_or_file):
         case "manifest":
             return read_manifest(folder_or_file)
         case "safetensors":
@@ -50,7 +50,7 @@ def content_key(folder_or_file: Path) -> str:
     """
     parts: list[bytes] = []
     problems = Problems()
-    match _kind(folder_or_file):
+    match origin_of(folder_or_file):
         case "manifest":
             parts.append(read_bytes(folder_or_file, MANIFEST_LIMIT))
         case "config":
@@ -75,7 +75,8 @@ def content_key(folder_or_file: Path) -> str:
     return digest.hexdigest()
 
 
-def _kind(path: Path) -> Literal["manifest", "safetensors", "config"]:
+def origin_of(path: Path) -> Literal["manifest", "safetensors", "config"]:
+    """Which reader `read_inventory` picks. Raises `InventoryError` where it finds none."""
     expected = "a folder with *.safetensors or config.json, or a manifest"
     try:
         if path.is_dir():

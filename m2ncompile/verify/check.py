@@ -11,11 +11,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from m2ncompile.compile.pipeline import build_plan, config_digest
+from m2ncompile.compile.pipeline import build_plan
 from m2ncompile.compile.validate_routes import trainer_problems
 from m2ncompile.engine.vllm_meta import MetaEngine
 from m2ncompile.errors import LayoutError, PlanError, Problem
-from m2ncompile.inventory import TensorInfo, read_inventory
+from m2ncompile.inventory import TensorInfo, config_digest, read_inventory
 from m2ncompile.layout import local_shape
 from m2ncompile.plan import Plan
 from m2ncompile.progress import Progress
