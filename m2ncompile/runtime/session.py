@@ -249,6 +249,7 @@ class Session:
             gone = Envelope("gone", self.control.world, "", "it closed the run")
             with suppress(Exception):  # most often the others have closed theirs
                 self.control.leave("it closed the run", msgspec.json.encode(gone))
+                self.control.settle()
             self.control.close()
 
 
