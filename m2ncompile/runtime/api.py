@@ -81,6 +81,8 @@ def trainer(
     from m2ncompile.runtime.trainer import Trainer
 
     found, where = _plan(plan), torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     trainers = found.inputs.trainer.ranks
