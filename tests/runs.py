@@ -20,7 +20,7 @@ from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape, shard_box
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.bind_worker import form_of
-from m2ncompile.runtime.shards import Held
+from m2ncompile.runtime.shards import Held, held_as_planned
 from m2ncompile.runtime.target import Form
 from m2ncompile.verify.transfers import bits, deliver, land
 from tests.plans import make_inputs
@@ -197,7 +197,7 @@ class GivenShards:
         self._plan, self._rank = plan, rank
 
     def describe(self) -> Sequence[Held]:
-        return held_of(self._plan)
+        return held_as_planned(self._plan)
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
         layouts = layouts_of(self._plan)
@@ -205,20 +205,6 @@ class GivenShards:
             box = shard_box(layouts[entry.source], tuple(tensor.shape), self._rank)
             assert box is not None
             yield entry.name, tensor[tuple(slice(a, b) for a, b in box)].contiguous()
-
-
-def held_of(plan: Plan) -> list[Held]:
-    """What the plan assumes of its trainer."""
-    layouts = layouts_of(plan)
-    return [
-        Held(
-            tensor.name,
-            plan.dtypes[plan.geometries[tensor.geometry].dtype],
-            plan.geometries[tensor.geometry].shape,
-            layouts[tensor.source],
-        )
-        for tensor in plan.tensors
-    ]
 
 
 # --- a worker

@@ -231,19 +231,9 @@ class Shards:
                 self.held[index] = piece.clone()
 
     def describe(self) -> Sequence[Any]:
-        from m2ncompile.plan_check import layouts_of
-        from m2ncompile.runtime.shards import Held
+        from m2ncompile.runtime.shards import held_as_planned
 
-        plan, layouts = self.plan, layouts_of(self.plan)
-        return [
-            Held(
-                tensor.name,
-                plan.dtypes[plan.geometries[tensor.geometry].dtype],
-                plan.geometries[tensor.geometry].shape,
-                layouts[tensor.source],
-            )
-            for tensor in plan.tensors
-        ]
+        return held_as_planned(self.plan)
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, Any]]:
         for index, tensor in enumerate(self.plan.tensors):

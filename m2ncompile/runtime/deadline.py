@@ -30,7 +30,6 @@ class Deadline:
         later.seconds = self.seconds + seconds
         return later
 
-    def timeout(self, at_most: float | None = None) -> timedelta:
+    def timeout(self) -> timedelta:
         """What torch's waits take; never zero, which some of them read as for ever."""
-        left = self.remaining if at_most is None else min(self.remaining, at_most)
-        return timedelta(seconds=max(left, 0.001))
+        return timedelta(seconds=max(self.remaining, 0.001))

@@ -13,13 +13,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from m2ncompile.errors import RunError
-from m2ncompile.plan import Plan
+from m2ncompile.plan import MAX_BYTES, Plan
 from m2ncompile.runtime.rendezvous import split_address
 
 __all__ = ["Client", "Driver", "packed_plan", "unpacked_plan", "worker_init_info"]
-
-#: No plan is larger unpacked (`plan.MAX_BYTES`).
-_MAX_BYTES = 1 << 28
 
 
 class Client(Protocol):
@@ -81,7 +78,7 @@ def unpacked_plan(text: str) -> bytes:
     """The file again. Raises RunError for what is none."""
     try:
         reader = zlib.decompressobj()
-        data = reader.decompress(base64.b64decode(text, validate=True), _MAX_BYTES)
+        data = reader.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
     except (ValueError, zlib.error) as error:
         raise RunError(f"plan_data is no packed plan: {error}") from None
     if not reader.eof:

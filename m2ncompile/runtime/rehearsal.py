@@ -30,7 +30,7 @@ from m2ncompile.plan_check import layouts_of, load
 from m2ncompile.runtime.agree import rank_name
 from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.rendezvous import meet
-from m2ncompile.runtime.shards import Held
+from m2ncompile.runtime.shards import Held, held_as_planned
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.trainer import Trainer
 from m2ncompile.runtime.transports.torch import TorchTransport
@@ -74,16 +74,7 @@ class RandomShards:
         self._plan, self._rank = plan, rank
 
     def describe(self) -> Sequence[Held]:
-        plan, layouts = self._plan, layouts_of(self._plan)
-        return [
-            Held(
-                tensor.name,
-                plan.dtypes[plan.geometries[tensor.geometry].dtype],
-                plan.geometries[tensor.geometry].shape,
-                layouts[tensor.source],
-            )
-            for tensor in plan.tensors
-        ]
+        return held_as_planned(self._plan)
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
         layouts = layouts_of(self._plan)

@@ -18,7 +18,7 @@ from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.transports.base import Transport
 
-__all__ = ["GRACE", "Session", "attempt", "destination_digest"]
+__all__ = ["GRACE", "Session", "attempt", "bounded", "destination_digest"]
 
 #: What is added to a deadline for telling everyone that it has passed, in seconds.
 GRACE = 10.0
@@ -165,7 +165,7 @@ class Session:
             raise
         began = self.timeout - deadline.remaining
         try:
-            result, error = self._bounded(lambda: run(version, deadline), deadline)
+            result, error = bounded(self.transport, lambda: run(version, deadline), deadline)
             if self._closed.is_set():
                 error = "it was closed during the sync"
             if error is not None:
@@ -187,29 +187,6 @@ class Session:
         assert result is not None
         self._syncs += 1
         return version, result, began + ended - ending.remaining
-
-    def _bounded(self, action: Callable[[], T], deadline: Deadline) -> tuple[T | None, str | None]:
-        """As `attempt`, in no more time than there is.
-
-        A GPU that waits for a rank that is gone may hold whoever touches it, and nothing
-        ends that: then it is left to a thread.
-        """
-        around = self.transport.detached()
-        if around is None:
-            return attempt(action)
-        outcome: list[tuple[T | None, str | None]] = []
-
-        def run() -> None:
-            with around:
-                outcome.append(attempt(action))
-
-        thread = threading.Thread(target=run, name="m2ncompile-sync", daemon=True)
-        thread.start()
-        thread.join(deadline.remaining + _SLACK)
-        if outcome:
-            return outcome[0]
-        seconds = f"{deadline.seconds:g} s"
-        return None, f"the transfer did not end within {seconds}, and holds the GPU: restart it"
 
     def _one_version(self, notes: list[str]) -> str:
         versions = notes[: self.trainers]
@@ -269,3 +246,29 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
     except Exception as error:  # anything: the other ranks must hear of it
         text = " ".join(str(error).split())
         return None, f"{type(error).__name__}: {text[:500]}"
+
+
+def bounded(
+    transport: Transport, action: Callable[[], T], deadline: Deadline
+) -> tuple[T | None, str | None]:
+    """As `attempt`, in no more time than there is.
+
+    A GPU that waits for a rank that is gone may hold whoever touches it, and nothing
+    ends that: then it is left to a thread.
+    """
+    around = transport.detached()
+    if around is None:
+        return attempt(action)
+    outcome: list[tuple[T | None, str | None]] = []
+
+    def run() -> None:
+        with around:
+            outcome.append(attempt(action))
+
+    thread = threading.Thread(target=run, name="m2ncompile-sync", daemon=True)
+    thread.start()
+    thread.join(deadline.remaining + _SLACK)
+    if outcome:
+        return outcome[0]
+    seconds = f"{deadline.seconds:g} s"
+    return None, f"the transfer did not end within {seconds}, and holds the GPU: restart it"

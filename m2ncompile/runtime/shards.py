@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from m2ncompile.layout import REPLICATE, Layout, Mesh
+from m2ncompile.plan import Plan
+from m2ncompile.plan_check import layouts_of
 
 if TYPE_CHECKING:
     import torch
     from vllm.distributed.weight_transfer.base import WeightSource
 
-__all__ = ["Held", "ModuleShards", "Shards", "SourceShards", "saved", "shards_of"]
+__all__ = [
+    "Held",
+    "ModuleShards",
+    "Shards",
+    "SourceShards",
+    "held_as_planned",
+    "saved",
+    "shards_of",
+]
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -43,6 +53,20 @@ class Shards(Protocol):
         May run collectives among the trainer ranks.
         """
         ...
+
+
+def held_as_planned(plan: Plan) -> list[Held]:
+    """What a plan assumes of its trainer, for sources that follow it."""
+    layouts = layouts_of(plan)
+    return [
+        Held(
+            tensor.name,
+            plan.dtypes[plan.geometries[tensor.geometry].dtype],
+            plan.geometries[tensor.geometry].shape,
+            layouts[tensor.source],
+        )
+        for tensor in plan.tensors
+    ]
 
 
 def shards_of(source: Any, ranks: int, device: torch.device | None = None) -> Shards:

@@ -25,7 +25,7 @@ from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.driver import Client, Driver
 from m2ncompile.runtime.legs import legs_of
-from m2ncompile.runtime.session import GRACE, attempt
+from m2ncompile.runtime.session import GRACE, attempt, bounded
 from m2ncompile.runtime.transports.m2n import M2nTransport
 from m2ncompile.wire import WireParam
 
@@ -139,12 +139,19 @@ class StockSession:
             vllm.check_runtime_ready_agreement(group, error)
             assert made is not None
             nccl, handle = made
-            comm = vllm.create_m2n_communicator(nccl, group, None)
-            self.transport.adopt(comm, handle)
-            stream = torch.cuda.current_stream(self._device)
-            published = vllm.publish_destination_placements(
-                comm, self._device, stream, trainers, None, len(params)
-            )
+
+            def meet() -> Any:
+                assert self.transport is not None
+                comm = vllm.create_m2n_communicator(nccl, group, None)
+                self.transport.adopt(comm, handle)
+                stream = torch.cuda.current_stream(self._device)
+                return vllm.publish_destination_placements(
+                    comm, self._device, stream, trainers, None, len(params)
+                )
+
+            published, error = bounded(self.transport, meet, Deadline(self.timeout))
+            if published is None:
+                raise RunError(f"no connection to the workers: {error}")
             mesh = vllm.M2NMesh(_workers(plan).dims, trainers)
             vllm.check_complete_plan_agreement(
                 group, plan.digests.source, mesh, published, _difference(plan, published)
@@ -174,7 +181,9 @@ class StockSession:
         if driver is not None:
             names = {"names": self._names}
             driver.start("update_weights", lambda: client.update_weights(names))
-        result, failure = attempt(lambda: run(version, Deadline(self.timeout)))
+        assert self.transport is not None
+        deadline = Deadline(self.timeout)
+        result, failure = bounded(self.transport, lambda: run(version, deadline), deadline)
         if driver is not None and failure is None:
             failure = driver.join(self.timeout)
             if failure is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -142,7 +143,8 @@ class Worker:
                 target.finish()
                 target.synchronize()
             except BaseException:
-                target.abandon()
+                with suppress(Exception):  # what failed first is what is told
+                    target.abandon()
                 raise
         return True
 

@@ -29,9 +29,10 @@ from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_trainer import TrainerBinding, bind_trainer
 from m2ncompile.runtime.bind_worker import WorkerBinding, bind_worker
 from m2ncompile.runtime.shards import Held, ModuleShards, shards_of
+from m2ncompile.runtime.shards import held_as_planned as held_of
 from m2ncompile.runtime.target import Form
 from tests.plans import make_inputs, make_plan
-from tests.runs import REASON, DictTarget, held_of, params_of, varied_plan
+from tests.runs import REASON, DictTarget, params_of, varied_plan
 
 EMBED, DOWN, NORM, DOWN_1 = (
     "model.embed.weight",

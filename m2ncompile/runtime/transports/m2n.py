@@ -65,7 +65,8 @@ class M2nTransport:
         self._handle: Any = None
         self._legs: Sequence[Leg] = ()
         self._nothing: dict[Leg, tuple[Any, Any]] = {}
-        self._described: dict[tuple[int, int], Any] = {}
+        #: By leg, the address of the buffer that was last described, and its descriptor.
+        self._described: dict[int, tuple[int, Any]] = {}
         self._done: OrderedDict[int, torch.cuda.Event] = OrderedDict()
         self._watchdog: threading.Timer | None = None
         self._aborted = False
@@ -200,13 +201,11 @@ class M2nTransport:
 
     def _describe(self, leg: int, buffer: torch.Tensor, layout: Layout) -> Any:
         """Buffers stay where they are from sync to sync, but for a source's own."""
-        key = leg, buffer.data_ptr()
-        if key not in self._described:
-            for stale in [one for one in self._described if one[0] == leg]:
-                del self._described[stale]
-            kind = self._legs[leg]
-            self._described[key] = self._tensor(kind.dtype, buffer.shape, layout, buffer)
-        return self._described[key]
+        address, described = self._described.get(leg, (None, None))
+        if address != buffer.data_ptr():
+            described = self._tensor(self._legs[leg].dtype, buffer.shape, layout, buffer)
+            self._described[leg] = buffer.data_ptr(), described
+        return described
 
     def fence(self, leg: int, deadline: Deadline) -> None:
         # One stream runs them in order: where the leg's own event is no longer kept, a later one.

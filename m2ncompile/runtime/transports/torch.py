@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,8 +65,11 @@ class TorchTransport:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         return f"torch {backend}, {self._world} ranks"
 
-    def detached(self) -> None:
-        return None
+    def detached(self) -> AbstractContextManager[object] | None:
+        if self._device.type != "cuda":
+            return None
+        # Device and stream are a thread's own.
+        return torch.cuda.stream(torch.cuda.current_stream(self._device))  # type: ignore[no-any-return]
 
     def prepare(self, legs: Sequence[Leg]) -> None:
         self._legs = legs
