@@ -106,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.folder / f"rank{rank}.json"
     path.with_suffix(".tmp").write_bytes(msgspec.json.encode(report))
     path.with_suffix(".tmp").rename(path)
-    print(_words(options.folder, report), flush=True)
+    # One write a line: several ranks share the output.
+    sys.stdout.write(_words(options.folder, report) + "\n")
+    sys.stdout.flush()
     if wait:
         # torchrun stops the others as soon as one exits with an error.
         store.set(f"reported/{rank}", b"")
