@@ -33,6 +33,8 @@ __all__ = [
     "PlanLanding",
     "PlanLayout",
     "PlanParam",
+    "PlanPart",
+    "PlanStaging",
     "PlanTensor",
     "PlanTransfer",
     "PlanWire",
@@ -158,10 +160,40 @@ class PlanDestination(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.offset if isinstance(self.offset, int) else self.offset[place]
 
 
+class PlanPart(msgspec.Struct, frozen=True, array_like=True):
+    """The indices `[start, start + size)` along `dim` of a wire; neither side shards that dim."""
+
+    dim: int
+    start: int
+    size: int
+
+
 class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
-    """One collective: the destinations it serves, as one stack (`stacking.py`) where several."""
+    """One collective: the destinations it serves, as one stack (`stacking.py`) where several.
+
+    `part` is None where it moves all of them; one destination alone may go in parts.
+    """
 
     destinations: tuple[int, ...]
+    part: PlanPart | None = None
+
+
+class PlanStaging(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank needs besides its tensors, in bytes; a run uses no more.
+
+    `packed` is for what is copied together to be sent, `unpacked` for what is received apart,
+    `reloaded` for parameters on their way to the engine's reload, `whole` for tensors that
+    fall back. `share` is the largest that the rank has of one transfer, which NCCL M2N stages
+    in a pool of its own. `module` is the largest module that the engine makes anew, in load
+    format: its own memory, not the run's.
+    """
+
+    packed: int
+    unpacked: int
+    reloaded: int
+    whole: int
+    share: int
+    module: int
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):
@@ -181,6 +213,8 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     tensors: tuple[PlanTensor, ...]
     destinations: tuple[PlanDestination, ...]
     transfers: tuple[PlanTransfer, ...]
+    #: By communicator rank.
+    staging: tuple[PlanStaging, ...]
 
     @cached_property
     def encoded(self) -> bytes:

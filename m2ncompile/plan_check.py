@@ -11,12 +11,15 @@ from math import prod
 from operator import attrgetter
 from pathlib import Path
 
+import msgspec
+
 from m2ncompile.collector import collector_paused
 from m2ncompile.dtypes import ITEMSIZE
 from m2ncompile.errors import LayoutError, PlanError, Problems
 from m2ncompile.layout import Layout, check_transfers, local_shape, transfer_problems
-from m2ncompile.plan import MAX_BYTES, Plan, decode, program_digest
+from m2ncompile.plan import MAX_BYTES, Plan, PlanPart, decode, program_digest
 from m2ncompile.stacking import stacked
+from m2ncompile.views import narrowed
 from m2ncompile.wire import complete_digest, fragments, source_digest_of
 
 __all__ = ["check", "layouts_of", "load", "loads", "wire_digests"]
@@ -154,7 +157,10 @@ def _check_records(plan: Plan, problems: Problems) -> None:
                     f"fallback has a reason alone; got route {d.route}, landing {d.landing}, "
                     f"offset {d.offset}, reason {d.reason}",
                 )
-    carried = [d for transfer in plan.transfers for d in transfer.destinations]
+    parts = [transfer for transfer in plan.transfers if transfer.part is not None]
+    several = [d for transfer in parts for d in transfer.destinations]
+    carried = [d for t in plan.transfers if t.part is None for d in t.destinations]
+    carried += set(several)  # whether they make up the whole is looked at below
     if sorted(carried) != list(range(len(plan.destinations))):
         times = Counter(carried)
         for index in sorted(set(times) | set(range(len(plan.destinations)))):
@@ -163,6 +169,14 @@ def _check_records(plan: Plan, problems: Problems) -> None:
     for i, transfer in enumerate(plan.transfers):
         if not transfer.destinations:
             problems.add(f"transfers[{i}]", "carries no destination")
+        if transfer.part is not None and len(transfer.destinations) > 1:
+            problems.add(f"transfers[{i}]", "carries parts of several destinations")
+    ranks = plan.inputs.trainer.ranks + plan.inputs.engine.workers
+    if len(plan.staging) != ranks:
+        problems.add("staging", f"has {len(plan.staging)} entries, there are {ranks} ranks")
+    for i, staging in enumerate(plan.staging):
+        if min(msgspec.structs.astuple(staging)) < 0:
+            problems.add(f"staging[{i}]", f"bytes out of range: {staging}")
 
 
 def _check_layouts(plan: Plan, problems: Problems) -> None:
@@ -195,6 +209,8 @@ def _check_layouts(plan: Plan, problems: Problems) -> None:
     _check_stacks(plan, layouts, problems)
     if not problems:
         _check_landings(plan, layouts, problems)
+    if not problems:
+        _check_parts(plan, layouts, problems)
 
 
 def _names(plan: Plan, fields: tuple[str, ...], values: object) -> list[str]:
@@ -314,6 +330,38 @@ def _check_landings(plan: Plan, layouts: tuple[Layout, ...], problems: Problems)
         for message in wrong:
             for name in _names(plan, ("landing", "wire", "layout"), (index, wire, layout)):
                 problems.add(name, message)
+
+
+def _check_parts(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:
+    """What goes in parts goes whole, each part once, in order, between all that hold it."""
+    found: defaultdict[int, list[PlanPart]] = defaultdict(list)
+    for transfer in plan.transfers:
+        if transfer.part is not None:
+            found[transfer.destinations[0]].append(transfer.part)
+    for index, parts in found.items():
+        d = plan.destinations[index]
+        wire, name, dim = plan.wires[d.wire], plan.tensors[d.tensor].name, parts[0].dim
+        shape = plan.geometries[wire.geometry].shape
+        if not 0 <= dim < len(shape):
+            problems.add(name, f"it goes in parts of dim {dim}, it has {len(shape)} dims")
+            continue
+        ends = [0, *(part.start + part.size for part in parts)]
+        if (
+            any(part.dim != dim or part.size < 1 for part in parts)
+            or [part.start for part in parts] != ends[:-1]
+            or ends[-1] != shape[dim]
+        ):
+            problems.add(name, f"its parts {parts} do not make up dim {dim} of {list(shape)}")
+            continue
+        for layout in (layouts[wire.source], layouts[d.layout]):
+            if layout.split is not None and layout.split[0] == dim and layout.split[1] > 1:
+                problems.add(name, f"it goes in parts of dim {dim}, which {layout} shards")
+        if d.landing is not None and not problems:
+            local = local_shape(layouts[d.layout], shape)
+            try:
+                narrowed(0, plan.landings[d.landing].dims, local, dim, 0, 1)
+            except ValueError as error:
+                problems.add(name, f"it goes in parts of dim {dim}, but in its parameter {error}")
 
 
 def wire_digests(plan: Plan) -> tuple[str, str | None]:

@@ -11,6 +11,7 @@ from m2ncompile.dtypes import nbytes
 from m2ncompile.layout import local_shape
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.staging import POOL_SLOTS
 
 __all__ = ["ReasonTotal", "RouteTotal", "Summary", "summarize"]
 
@@ -31,7 +32,11 @@ class ReasonTotal(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """`wire_bytes_per_worker[i]` is what worker `i` receives in one sync."""
+    """`wire_bytes_per_worker[i]` is what worker `i` receives in one sync.
+
+    `staging_bytes_per_rank[i]` is what a run allocates on communicator rank `i`; over NCCL M2N
+    each rank also has its pool, of `pool_bytes`.
+    """
 
     tensors: int
     nbytes: int
@@ -39,6 +44,8 @@ class Summary(msgspec.Struct, frozen=True):
     reasons: tuple[ReasonTotal, ...]
     collectives: int
     wire_bytes_per_worker: tuple[int, ...]
+    staging_bytes_per_rank: tuple[int, ...]
+    pool_bytes: int
 
 
 def summarize(plan: Plan) -> Summary:
@@ -73,4 +80,8 @@ def summarize(plan: Plan) -> Summary:
         reasons=tuple(sorted(reasons, key=lambda r: (-r.nbytes, r.code, r.text))),
         collectives=len(plan.transfers),
         wire_bytes_per_worker=tuple(received),
+        staging_bytes_per_rank=tuple(
+            one.packed + one.unpacked + one.reloaded + one.whole for one in plan.staging
+        ),
+        pool_bytes=POOL_SLOTS * max(one.share for one in plan.staging),
     )

@@ -14,9 +14,10 @@ import torch
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
 from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Route, Wire
+from m2ncompile.compile.split import split
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
-from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape, shard_box
+from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape, shard_box
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.bind_worker import form_of
@@ -82,10 +83,14 @@ def varied_plan(
     inputs = make_inputs(trainers=trainers, tp=workers)
     if not stacked:
         return assemble(inputs, infos, sources, destinations)
+    # Little enough that some go in parts.
+    limits = Limits(stage_bytes=rng.choice((32, 128, 1 << 28)))
+    inputs = msgspec.structs.replace(inputs, limits=limits)
     # Everything twice, so that transfers of equal geometry are there to be stacked.
     infos += [msgspec.structs.replace(info, name=f"{info.name}x") for info in infos]
     destinations += [_twin(d, d.tensor + tensors) for d in destinations]
-    transfers = coalesce(infos, destinations, inputs.limits)
+    groups = coalesce(infos, destinations, inputs.limits)
+    transfers = split(infos, destinations, groups, inputs.limits)
     return assemble(inputs, infos, sources * 2, destinations, transfers)
 
 

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 import m2ncompile
 from m2ncompile import __version__
 from tests.plans import make_plan
+from tests.test_split import destination, plan_in_parts
 
 COMMAND = [sys.executable, "-c", "from m2ncompile.cli import main; main()"]
 SPEC = """
@@ -126,6 +127,24 @@ def test_explain_json(plan_file: Path) -> None:
     assert document["destinations"][0]["parameter"] == "model.layers.1.down.weight"
     assert {"worker": 2, "box": [[0, 2], [0, 4]], "trainers": [0]} in (
         document["destinations"][0]["pieces"]
+    )
+
+
+def test_explain_and_show_what_goes_in_parts(tmp_path: Path) -> None:
+    plan = plan_in_parts(destination((8, 4), 0), 16)
+    path = tmp_path / "parts.plan.json"
+    path.write_bytes(plan.encoded)
+    text = run("explain", path, "w").stdout
+    assert "route direct, in 2 parts of dim 1, collectives 1 to 2 of 2" in text
+    (found,) = json.loads(run("explain", path, "w", "--json").stdout)["destinations"]
+    assert found["collective"] == 0
+    assert found["parts"] == [
+        {"collective": 0, "dim": 1, "range": [0, 2]},
+        {"collective": 1, "dim": 1, "range": [2, 4]},
+    ]
+    # 4 x 2 elements of 2 bytes, in two buffers, on either side and in the pool.
+    assert "staging   32 B on a trainer rank, 32 B on a worker, and 32 B on each" in (
+        run("show", path).stdout
     )
 
 

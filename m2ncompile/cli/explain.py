@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from m2ncompile.pieces import pieces
 from m2ncompile.plan_check import layouts_of
 
 if TYPE_CHECKING:
-    from m2ncompile.plan import Plan
+    from m2ncompile.plan import Plan, PlanPart
 
 __all__ = ["explain_command"]
 
@@ -49,7 +50,10 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
     geometry = plan.geometries[tensor.geometry]
     source = layouts[tensor.source]
     dtype = plan.dtypes[geometry.dtype]
-    position = {d: i for i, t in enumerate(plan.transfers) for d in t.destinations}
+    carried: defaultdict[int, list[tuple[int, PlanPart | None]]] = defaultdict(list)
+    for i, transfer in enumerate(plan.transfers):
+        for d in transfer.destinations:
+            carried[d].append((i, transfer.part))
     destinations = []
     for number, destination in enumerate(plan.destinations):
         if destination.tensor != index:
@@ -69,7 +73,16 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
                 "shape": shape,
                 "source": placement_text(layouts[wire.source]),
                 "layout": placement_text(layout),
-                "collective": position[number],
+                "collective": carried[number][0][0],
+                "parts": [
+                    {
+                        "collective": i,
+                        "dim": part.dim,
+                        "range": [part.start, part.start + part.size],
+                    }
+                    for i, part in carried[number]
+                    if part is not None
+                ],
                 "collectives": len(plan.transfers),
                 "pieces": [
                     msgspec.to_builtins(piece)
@@ -86,6 +99,14 @@ def _document(plan: Plan, name: str) -> dict[str, Any]:
         "trainer_ranks": plan.inputs.trainer.ranks,
         "destinations": destinations,
     }
+
+
+def _collectives(destination: dict[str, Any]) -> str:
+    first = destination["collective"] + 1
+    if not (parts := destination["parts"]):
+        return f"collective {first}"
+    last = parts[-1]["collective"] + 1
+    return f"in {len(parts)} parts of dim {parts[0]['dim']}, collectives {first} to {last}"
 
 
 def _offsets(offset: int | tuple[int, ...]) -> str:
@@ -108,7 +129,7 @@ def _print(document: dict[str, Any]) -> None:
             )
         print(
             f"  on the workers: {destination['layout']}\n"
-            f"  route {destination['route']}, collective {destination['collective'] + 1} of "
+            f"  route {destination['route']}, {_collectives(destination)} of "
             f"{destination['collectives']}"
         )
         if destination["parameter"]:

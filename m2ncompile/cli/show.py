@@ -103,6 +103,12 @@ def _print(plan: Plan) -> None:
         f"  wire      {summary.collectives} collectives, "
         f"{size(max(summary.wire_bytes_per_worker))} to each worker"
     )
+    first = inputs.trainer.ranks
+    staging = summary.staging_bytes_per_rank
+    out.print(
+        f"  staging   {size(max(staging[:first]))} on a trainer rank, {size(max(staging[first:]))} "
+        f"on a worker, and {size(summary.pool_bytes)} on each for NCCL M2N"
+    )
     out.print(f"  program   {plan.digests.program}")
     out.print(f"  source    {plan.digests.source}")
     out.print(f"  complete  {plan.digests.complete}")

@@ -26,6 +26,7 @@ from m2ncompile.plan import (
     program_digest,
 )
 from m2ncompile.plan_check import check, wire_digests
+from m2ncompile.staging import Reloading, staging_of
 
 __all__ = ["assemble"]
 
@@ -50,12 +51,13 @@ def assemble(
     tensors: Sequence[TensorInfo],
     sources: Sequence[Layout],
     destinations: Sequence[Destination],
-    transfers: Sequence[tuple[int, ...]] | None = None,
+    transfers: Sequence[PlanTransfer] | None = None,
+    reloading: Reloading | None = None,
 ) -> Plan:
     """The finished plan, checked as a reader would check it.
 
-    `transfers` are groups of indices of `destinations`, in the order in which they run; each
-    destination has one of its own where there are none.
+    `transfers` are in the order in which they run; each destination has one of its own
+    where there are none.
 
     Raises LayoutError listing every tensor that no transfer can carry.
     """
@@ -116,10 +118,13 @@ def assemble(
         tensors=plan_tensors,
         destinations=plan_destinations,
         transfers=tuple(
-            map(PlanTransfer, transfers or ((index,) for index in range(len(destinations))))
+            transfers or (PlanTransfer((index,)) for index in range(len(destinations)))
         ),
+        staging=(),
     )
     source, complete = wire_digests(plan)
-    plan = msgspec.structs.replace(plan, digests=Digests(program_digest(plan), source, complete))
+    digests = Digests(program_digest(plan), source, complete)
+    staging = staging_of(plan, reloading or Reloading())
+    plan = msgspec.structs.replace(plan, digests=digests, staging=staging)
     check(plan)
     return plan

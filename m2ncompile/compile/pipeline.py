@@ -10,6 +10,7 @@ from m2ncompile import __version__
 from m2ncompile.collector import collector_paused
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
+from m2ncompile.compile.reloading import reloading
 from m2ncompile.compile.resolve_traced import (
     check_accepted,
     check_reloaded,
@@ -18,6 +19,7 @@ from m2ncompile.compile.resolve_traced import (
 )
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
 from m2ncompile.compile.routes import Destination
+from m2ncompile.compile.split import split
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
 from m2ncompile.engine.inspect_params import worker_facts
@@ -86,8 +88,11 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     check_accepted(tensors, recordings, placed, engine.quantization is not None)
     destinations = resolve_traced(tensors, sources, recordings, placed, mesh, spec.limits.max_dims)
     check_reloaded(destinations, recordings, placed, mesh.start)
-    transfers = coalesce(tensors, destinations, spec.limits)
-    plan = assemble(inputs, tensors, sources, destinations, transfers)
+    groups = coalesce(tensors, destinations, spec.limits)
+    transfers = split(tensors, destinations, groups, spec.limits)
+    plan = assemble(
+        inputs, tensors, sources, destinations, transfers, reloading(recordings, mesh.start)
+    )
     validate(plan, recordings)
     return plan
 

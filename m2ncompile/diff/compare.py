@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from math import prod
 
 import msgspec
 
@@ -18,10 +17,9 @@ from m2ncompile.diff.records import Amount, Difference, Group, Stacks
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import PlanError, Problem
 from m2ncompile.families import numberless
-from m2ncompile.layout import Layout, local_shape
+from m2ncompile.layout import Layout
 from m2ncompile.plan import Plan, PlanDestination
 from m2ncompile.plan_check import layouts_of
-from m2ncompile.stacking import stacked
 from m2ncompile.summary import summarize
 
 __all__ = ["check_comparable", "compare"]
@@ -140,6 +138,7 @@ class _Comparison:
         one, other = summarize(before), summarize(after)
         received = one.wire_bytes_per_worker, other.wire_bytes_per_worker
         moved = [{r.route: r.nbytes for r in s.routes} for s in (one, other)]
+        staging = [max(s.staging_bytes_per_rank) + s.pool_bytes for s in (one, other)]
         amounts = [
             Amount("tensors", one.tensors, other.tensors),
             Amount("model-bytes", one.nbytes, other.nbytes),
@@ -148,7 +147,7 @@ class _Comparison:
                 for route in ("direct", "reload", "fallback")
             ),
             Amount("wire-bytes", max(received[0]), max(received[1])),
-            Amount("staging-bytes", _staging(before), _staging(after)),
+            Amount("staging-bytes", staging[0], staging[1]),
             Amount("collectives", one.collectives, other.collectives),
         ]
         formed = [pair for pair in self.pairs if a.geometry[pair[0]] != b.geometry[pair[1]]]
@@ -418,21 +417,3 @@ def _rename(old: str, new: str) -> tuple[str, str]:
 def _stacks(before: Plan, after: Plan) -> tuple[Stacks, ...]:
     a, b = (Counter(len(t.destinations) for t in plan.transfers) for plan in (before, after))
     return tuple(Stacks(size, a[size], b[size]) for size in sorted(a | b) if a[size] != b[size])
-
-
-def _staging(plan: Plan) -> int:
-    """The most that a rank packs or unpacks for one stack, in bytes."""
-    layouts = layouts_of(plan)
-    known: dict[Hashable, int] = {}
-    for transfer in plan.transfers:
-        if len(transfer.destinations) == 1:
-            continue
-        carried = [plan.destinations[index] for index in transfer.destinations]
-        wire, where = plan.wires[carried[0].wire], tuple(d.layout for d in carried)
-        key = wire.geometry, wire.source, where
-        if key not in known:
-            form = plan.geometries[wire.geometry]
-            stack = stacked(form.shape, layouts[wire.source], [layouts[i] for i in where])
-            held = (local_shape(side, stack.shape) for side in (stack.source, stack.destination))
-            known[key] = nbytes(plan.dtypes[form.dtype], (max(map(prod, held)),))
-    return max(known.values(), default=0)

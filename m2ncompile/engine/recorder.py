@@ -50,6 +50,7 @@ from m2ncompile.engine.aten import (
 )
 from m2ncompile.engine.boxes import UnevenError, disjoint, through
 from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
+from m2ncompile.engine.reloading import awaited, deferred
 from m2ncompile.errors import EngineError, M2nCompileError, Problem
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ def _live_params(model: nn.Module, not_direct: Mapping[str, str]) -> list[_Live]
                 (not_direct[one] for one in (name, *aliases) if one in not_direct), None
             ),
             parameter=any(isinstance(other, nn.Parameter) for _, other in group),
+            awaited=tuple(one for one, other in group if awaited(one, other)),
+            deferred=deferred(owner),
         )
         places = {one: _place(other) for one, other in group}
         found.append(_Live(param, tensor.untyped_storage(), tensor.dtype, places))

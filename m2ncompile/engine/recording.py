@@ -41,6 +41,8 @@ class LiveParam(msgspec.Struct, frozen=True):
     qualified name of its own loader, empty where it has none.
     `not_direct` says why writing it directly is not all there is to do on the
     target platform, None where that is known. `parameter` is False for a buffer.
+    `awaited` are those of its names that the engine's reload of a module waits for;
+    `deferred` where it keeps them until all other modules are done.
     """
 
     name: str
@@ -51,6 +53,8 @@ class LiveParam(msgspec.Struct, frozen=True):
     loader: str
     not_direct: str | None
     parameter: bool = True
+    awaited: tuple[str, ...] = ()
+    deferred: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True):

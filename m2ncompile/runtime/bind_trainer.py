@@ -11,12 +11,14 @@ from math import prod
 
 import msgspec
 
+from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, LayoutError, Problem, Problems, nearest
 from m2ncompile.layout import Layout, local_shape, shard_box
-from m2ncompile.plan import Plan, PlanTensor
+from m2ncompile.plan import Plan, PlanPart, PlanTensor
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.shards import Held
-from m2ncompile.runtime.views import View, contiguous, sent_view
+from m2ncompile.staging import BUFFERS
+from m2ncompile.views import View, contiguous, sent_view
 
 __all__ = ["Part", "Send", "TrainerBinding", "bind_trainer"]
 
@@ -61,11 +63,11 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
     whole = _check(plan, layouts, held)
     sends: list[Send | None] = []
     packed: defaultdict[str, int] = defaultdict(int)
-    views: dict[tuple[int, int, int], View | None] = {}
+    views: dict[tuple[int, int, int, PlanPart | None], View | None] = {}
     problems = Problems()
 
-    def view_of(tensor: PlanTensor, wire: int) -> View | None:
-        key = tensor.geometry, tensor.source, wire
+    def view_of(tensor: PlanTensor, wire: int, part: PlanPart | None) -> View | None:
+        key = tensor.geometry, tensor.source, wire, part
         if key not in views:
             try:
                 views[key] = sent_view(
@@ -75,6 +77,7 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
                     plan.geometries[plan.wires[wire].geometry].shape,
                     layouts[plan.wires[wire].source],
                     rank,
+                    part,
                 )
             except ValueError as error:
                 problems.add(tensor.name, f"trainer {rank}: {error}", "rebuild the plan")
@@ -84,7 +87,7 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
     for transfer in plan.transfers:
         parts = []
         for d in (plan.destinations[index] for index in transfer.destinations):
-            view = view_of(plan.tensors[d.tensor], d.wire)
+            view = view_of(plan.tensors[d.tensor], d.wire, transfer.part)
             if view is not None:
                 parts.append(Part(d.tensor, view))
         if not parts:
@@ -95,6 +98,10 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
             dtype = plan.dtypes[plan.geometries[plan.tensors[parts[0].tensor].geometry].dtype]
             packed[dtype] = max(packed[dtype], sum(prod(part.view.shape) for part in parts))
         sends.append(Send(tuple(parts), copied))
+    takes = BUFFERS * sum(nbytes(dtype, (numel,)) for dtype, numel in packed.items())
+    if takes > (stated := plan.staging[rank].packed):
+        message = f"what trainer {rank} packs takes {takes} bytes, the plan says {stated}"
+        problems.add("staging", message, "rebuild the plan")
     problems.raise_if_any(BindError, "the plan does not fit the trainer")
     # All ranks take tensors at the same legs, whether they send them or not: a source may
     # run collectives, and a rank that ran ahead could wait for one that waits in those.

@@ -13,10 +13,19 @@ from m2ncompile.compile.routes import Route
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, Problems, nearest
 from m2ncompile.layout import Layout
-from m2ncompile.plan import Plan, PlanDestination
+from m2ncompile.plan import Plan, PlanDestination, PlanTransfer
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.target import Form, Target
-from m2ncompile.runtime.views import View, contiguous
+from m2ncompile.staging import (
+    BUFFERS,
+    Life,
+    in_place,
+    landed_view,
+    module_of,
+    place,
+    staged_bytes,
+)
+from m2ncompile.views import View, narrowed
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Receive", "Staged", "WorkerBinding", "bind_worker"]
 
 
-#: Of staged parameters, in bytes.
-_ALIGNMENT = 256
-
-
 class Part(msgspec.Struct, frozen=True):
     """What arrives for `tensor`, and where it goes: `view` of the storage of `into`.
 
     That is the live parameter for `direct`, a staged copy for `reload`, and None
-    for `fallback`, where the whole tensor goes to the loaders.
+    for `fallback`, where the whole tensor goes to the loaders: `view` is then None, or
+    where a part of it lies in the whole.
     """
 
     tensor: int
@@ -45,11 +51,13 @@ class Receive(msgspec.Struct, frozen=True):
 
     What arrives is row-major. It is received `apart` and copied where it is for
     several places, or for one that is no contiguous run in its order, or of another dtype.
+    `last` where nothing more of it follows.
     """
 
     route: Route
     parts: tuple[Part, ...]
     apart: bool
+    last: bool = True
 
 
 class Staged(msgspec.Struct, frozen=True):
@@ -101,40 +109,64 @@ def bind_worker(plan: Plan, target: Target, rank: int) -> WorkerBinding:
         if not carried:
             receives.append(None)
             continue
-        route, parts = carried[0].route, tuple(_part(plan, layouts, d, rank) for d in carried)
-        copied = len(parts) > 1 or not _in_place(plan, carried[0], parts[0])
-        receives.append(Receive(route, parts, copied))
+        route = carried[0].route
+        parts = tuple(_part(plan, layouts, transfer, d, rank) for d in carried)
+        if len(parts) > 1:
+            copied = route != "fallback"
+        else:
+            copied = not in_place(plan, layouts, transfer, carried[0])
+        last = transfer.part is None or _whole(plan, carried[0])[transfer.part.dim] == (
+            transfer.part.start + transfer.part.size
+        )
+        receives.append(Receive(route, parts, copied, last))
         for part in parts:
             if part.into is None or part.view is None:
                 continue
             routes.setdefault(part.into, set()).add(route)
             if route == "reload":
                 arriving.setdefault(part.into, []).append((leg, part.view))
-        if copied and route != "fallback":
+        if copied:
             dtype = plan.dtypes[plan.geometries[plan.wires[carried[0].wire].geometry].dtype]
             numel = sum(prod(part.view.shape) for part in parts if part.view is not None)
             apart[dtype] = max(apart[dtype], numel)
     _check(plan, target, routes)
     staged, total = _stage(plan, target, arriving)
+    _check_stated(plan, rank, apart, total)
     return WorkerBinding(tuple(receives), staged, total, dict(apart))
 
 
-def _part(plan: Plan, layouts: Sequence[Layout], d: PlanDestination, rank: int) -> Part:
-    if d.landing is None:
+def _whole(plan: Plan, d: PlanDestination) -> tuple[int, ...]:
+    return plan.geometries[plan.wires[d.wire].geometry].shape
+
+
+def _part(
+    plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer, d: PlanDestination, rank: int
+) -> Part:
+    if d.landing is not None:
+        into = plan.params[plan.landings[d.landing].param].name
+        return Part(d.tensor, into, landed_view(plan, layouts, transfer, d, rank))
+    if (part := transfer.part) is None:
         return Part(d.tensor, None, None)
-    landing = plan.landings[d.landing]
-    sizes, strides = zip(*landing.dims, strict=True)
-    view = View(d.offset_at(rank - layouts[d.layout].mesh.start), sizes, strides)
-    return Part(d.tensor, plan.params[landing.param].name, view)
+    shape = _whole(plan, d)
+    dims = tuple((n, prod(shape[i + 1 :])) for i, n in enumerate(shape))
+    return Part(d.tensor, None, narrowed(0, dims, shape, part.dim, part.start, part.size))
 
 
-def _in_place(plan: Plan, d: PlanDestination, part: Part) -> bool:
-    """Whether what arrives can be received where it goes."""
-    if d.landing is None or part.view is None:
-        return True
-    param = plan.geometries[plan.params[plan.landings[d.landing].param].geometry]
-    sent = plan.geometries[plan.wires[d.wire].geometry]
-    return contiguous(part.view) and param.dtype == sent.dtype
+def _check_stated(plan: Plan, rank: int, apart: Mapping[str, int], staged: int) -> None:
+    """The plan says how much memory a run takes, and it takes no more."""
+    problems, stated = Problems(), plan.staging[rank]
+    received = BUFFERS * sum(nbytes(dtype, (numel,)) for dtype, numel in apart.items())
+    for what, takes, most in (
+        ("received apart", received, stated.unpacked),
+        ("reloaded", staged, stated.reloaded),
+    ):
+        if takes > most:
+            problems.add(
+                "staging",
+                f"what is {what} takes {takes} bytes, the plan says {most}",
+                "was the plan built for another engine?",
+            )
+    problems.raise_if_any(BindError, "the worker would need more memory than the plan says")
 
 
 def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None:
@@ -143,7 +175,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
     live = target.live()
     storages: dict[int, str] = {}
     strangers = sorted(live.keys() - {param.name for param in plan.params})
-    reloaded = {_module(name): name for name, found in routes.items() if "reload" in found}
+    reloaded = {module_of(name): name for name, found in routes.items() if "reload" in found}
     for param in plan.params:
         if param.name not in routes:
             continue  # another worker's
@@ -168,7 +200,7 @@ def _check(plan: Plan, target: Target, routes: Mapping[str, set[Route]]) -> None
             continue
         if "direct" not in routes[param.name]:
             continue
-        if (sibling := reloaded.get(_module(param.name))) is not None:
+        if (sibling := reloaded.get(module_of(param.name))) is not None:
             problems.add(
                 param.name,
                 f"it is written directly, but {sibling} goes by reload, and the engine reloads "
@@ -207,22 +239,6 @@ def _words(form: Form) -> str:
     return f"{form.dtype} {list(form.shape)} with strides {list(form.strides)}"
 
 
-def _module(param: str) -> str:
-    return param.rpartition(".")[0]
-
-
-class _Life(msgspec.Struct):
-    """From the first leg that fills a parameter to the last that its memory is needed in."""
-
-    name: str
-    form: Form
-    nbytes: int
-    first: int
-    complete: int
-    until: int
-    zeroed: bool
-
-
 def _stage(
     plan: Plan, target: Target, arriving: Mapping[str, Sequence[tuple[int, View]]]
 ) -> tuple[dict[int, tuple[Staged, ...]], int]:
@@ -233,59 +249,37 @@ def _stage(
     spans: dict[str, tuple[int, int]] = {}
     for name, parts in arriving.items():
         first, last = parts[0][0], parts[-1][0]
-        a, b = spans.get(_module(name), (first, last))
-        spans[_module(name)] = min(a, first), max(b, last)
+        a, b = spans.get(module_of(name), (first, last))
+        spans[module_of(name)] = min(a, first), max(b, last)
     # Where loaders fill a parameter on other workers alone they put zeros here: a bias that
     # only the first of a row-parallel layer's workers adds.
     empty = [
         param.name
         for param in plan.params
-        if _module(param.name) in spans and param.name not in arriving
+        if module_of(param.name) in spans and param.name not in arriving
     ]
     loaded = {*arriving, *empty}
+    found: list[tuple[str, Form, int, bool]] = []
     lives = []
     for name in (*arriving, *empty):
         parts = arriving.get(name, ())
         form = target.load_form(name)
         if form is None:
             continue  # the module has it on other workers alone
-        first, last = spans[_module(name)]
+        first, last = spans[module_of(name)]
         extent = 1 + sum((n - 1) * s for n, s in zip(form.shape, form.strides, strict=True))
-        itemsize = nbytes(form.dtype, (1,))
         filled = sum(prod(view.shape) for _, view in parts)
-        kept = target.kept(name, loaded)
+        found.append((name, form, parts[-1][0] if parts else first, filled < extent))
         lives.append(
-            _Life(
-                name=name,
-                form=form,
-                nbytes=-(-extent * itemsize // _ALIGNMENT) * _ALIGNMENT,
+            Life(
+                nbytes=staged_bytes(form.dtype, form.shape, form.strides),
                 first=parts[0][0] if parts else first,
-                complete=parts[-1][0] if parts else first,
                 # A leg is settled while the next is under way.
-                until=len(plan.transfers) if kept else last + 1,
-                zeroed=filled < extent,
+                until=len(plan.transfers) if target.kept(name, loaded) else last + 1,
             )
         )
-    # First fit, in the order of their first legs: what is done with leaves its place.
-    placed: list[tuple[int, _Life]] = []
-    under: list[tuple[int, _Life]] = []
-    top = 0
-    for life in sorted(lives, key=lambda life: life.first):
-        under = sorted(
-            ((start, other) for start, other in under if other.until >= life.first),
-            key=lambda one: one[0],
-        )
-        start = 0
-        for taken, other in under:
-            if start + life.nbytes <= taken:
-                break
-            start = max(start, taken + other.nbytes)
-        under.append((start, life))
-        placed.append((start, life))
-        top = max(top, start + life.nbytes)
+    starts, top = place(lives)
     staged: defaultdict[int, list[Staged]] = defaultdict(list)
-    for start, life in placed:
-        staged[life.complete].append(
-            Staged(life.name, life.form, start, life.nbytes, life.first, life.zeroed)
-        )
+    for (name, form, complete, zeroed), life, start in zip(found, lives, starts, strict=True):
+        staged[complete].append(Staged(name, form, start, life.nbytes, life.first, zeroed))
     return {leg: tuple(group) for leg, group in staged.items()}, top

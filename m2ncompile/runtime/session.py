@@ -11,11 +11,11 @@ from typing import TypeVar
 import msgspec
 
 from m2ncompile.errors import M2nCompileError, PlanError, Problem, RunError
+from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.agree import Envelope, agree
 from m2ncompile.runtime.control import ControlPlane, Watch
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.transports.base import Transport
 
 __all__ = ["GRACE", "Session", "attempt", "bounded", "destination_digest"]

@@ -18,13 +18,13 @@ import torch
 
 from m2ncompile.errors import PlanError, RunError
 from m2ncompile.layout import Mesh
+from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.agree import agree
 from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.driver import Client, Driver
-from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.session import GRACE, attempt, bounded
 from m2ncompile.runtime.transports.m2n import M2nTransport
 from m2ncompile.wire import WireParam

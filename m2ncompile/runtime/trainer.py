@@ -18,7 +18,8 @@ from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
-from m2ncompile.runtime.views import View
+from m2ncompile.staging import BUFFERS
+from m2ncompile.views import View
 
 if TYPE_CHECKING:
     from m2ncompile.runtime.stock import StockSession
@@ -86,7 +87,7 @@ class Trainer:
         ]
         #: By dtype two buffers: one is packed while the other is sent.
         self._packed = {
-            dtype: torch.empty(2, numel, dtype=getattr(torch, dtype), device=self._device)
+            dtype: torch.empty(BUFFERS, numel, dtype=getattr(torch, dtype), device=self._device)
             for dtype, numel in binding.packed_numel.items()
         }
         return binding
@@ -107,7 +108,8 @@ class Trainer:
         name = str(self._version + 1) if version is None else version
         _, nbytes, agreeing = self._session.sync(name, lambda _, d: self._run(d, progress))
         self._version += 1
-        return SyncStats(name, time.perf_counter() - started, agreeing, nbytes)
+        staging = sum(memory.nbytes for memory in self._packed.values())
+        return SyncStats(name, time.perf_counter() - started, agreeing, nbytes, staging)
 
     def _run(self, deadline: Deadline, progress: Progress | None) -> int:
         binding, transport = self._binding, self._session.transport

@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from m2ncompile.engine.reloading import awaited, deferred
 from m2ncompile.runtime.bind_worker import form_of
 from m2ncompile.runtime.target import Form
 
@@ -76,26 +76,25 @@ class VllmTarget:
             return None, leaf
 
     def kept(self, name: str, loaded: Collection[str]) -> bool:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
         path = name.rpartition(".")[0]
         module, _ = self._owner(name)
         assert module is not None
-        if is_deferred_attention_layer(module):
+        if deferred(module):
             return True
         params, buffers = get_layerwise_info(module).restore_metadata
-        names = {*params, *buffers, *module._parameters, *module._buffers} - SKIP_LOAD_TENSORS
+        # A reload takes away what processing made, but for these.
+        stay = SKIP_TENSORS & {*module._parameters, *module._buffers}
+        names = (f"{path}.{leaf}".lstrip(".") for leaf in {*params, *buffers, *stay})
         return any(
-            f"{path}.{leaf}".lstrip(".") not in loaded
-            for leaf in names
-            if (tensor := self._restored(f"{path}.{leaf}".lstrip("."))) is not None
-            and prod(tensor.shape)
+            one not in loaded and awaited(one, tensor)
+            for one in names
+            if (tensor := self._restored(one)) is not None
         )
 
     def begin(self, reloaded: Collection[str], everything: bool) -> None:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -105,7 +104,7 @@ class VllmTarget:
         else:
             owners = {id(m): m for m in (self._owner(name)[0] for name in reloaded) if m}
             # What attention derives (absorbed matrices, scales) follows from any weights.
-            owners |= {id(m): m for m in self._model.modules() if is_deferred_attention_layer(m)}
+            owners |= {id(m): m for m in self._model.modules() if deferred(m)}
             self._modules = nn.ModuleList(owners.values())
         if self.device.type == "cpu":
             # vLLM pads and packs experts for its CPU kernel only while there is none yet.

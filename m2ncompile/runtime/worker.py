@@ -10,17 +10,18 @@ from contextlib import suppress
 import torch
 
 from m2ncompile.errors import EngineError
+from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
-from m2ncompile.runtime.bind_worker import Receive, Staged, WorkerBinding, bind_worker
+from m2ncompile.runtime.bind_worker import Part, Receive, Staged, WorkerBinding, bind_worker
 from m2ncompile.runtime.control import ControlPlane
 from m2ncompile.runtime.copies import copy_all
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import legs_of
 from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.stats import RouteStats, SyncStats
 from m2ncompile.runtime.target import Target
 from m2ncompile.runtime.transports.base import Transport
-from m2ncompile.runtime.views import View
+from m2ncompile.staging import BUFFERS
+from m2ncompile.views import View
 
 __all__ = ["Worker"]
 
@@ -66,7 +67,7 @@ class Worker:
         self._staging = torch.empty(binding.staging_nbytes, dtype=torch.uint8, device=target.device)
         #: By dtype two buffers: one is emptied while the other is received into.
         self._apart = {
-            dtype: torch.empty(2, numel, dtype=getattr(torch, dtype), device=target.device)
+            dtype: torch.empty(BUFFERS, numel, dtype=getattr(torch, dtype), device=target.device)
             for dtype, numel in binding.apart_numel.items()
         }
         staged = {one.name: self._staged(one) for group in binding.staged.values() for one in group}
@@ -91,6 +92,8 @@ class Worker:
                     into = staged if receive.route == "reload" else live
                     places.append(_view(into[part.into], part.view))
             self._places.append(places)
+        #: By tensor, what has arrived so far of those that fall back in parts.
+        self._partials: dict[int, torch.Tensor] = {}
         legs = legs_of(plan)
         self._shapes = [leg.received_shape for leg in legs]
         self._dtypes: list[torch.dtype] = [getattr(torch, leg.dtype) for leg in legs]
@@ -127,7 +130,8 @@ class Worker:
         self.version = version
         seconds = time.perf_counter() - started
         nbytes = sum(route.nbytes for route in self._routes)
-        return SyncStats(version, seconds, agreeing, nbytes, self._routes)
+        staging = sum(memory.nbytes for memory in (self._staging, *self._apart.values()))
+        return SyncStats(version, seconds, agreeing, nbytes, staging, self._routes)
 
     def _run(self, deadline: Deadline, progress: Progress | None) -> bool:
         target, binding = self._target, self._binding
@@ -177,7 +181,15 @@ class Worker:
             self._session.transport.fence(leg, deadline)
         if receive is not None and buffer is not None:
             pieces = buffer.unbind() if len(receive.parts) > 1 else (buffer,)
-            if receive.route == "fallback":
+            if receive.route == "fallback" and receive.parts[0].view is not None:
+                (part,) = receive.parts
+                whole, place = self._partial(part)
+                if apart:
+                    copy_all([place], [buffer.view(place.shape)])
+                if receive.last:
+                    del self._partials[part.tensor]
+                    yield self.plan.tensors[part.tensor].name, whole
+            elif receive.route == "fallback":
                 for part, piece in zip(receive.parts, pieces, strict=True):
                     tensor = self.plan.tensors[part.tensor]
                     shape = self.plan.geometries[tensor.geometry].shape
@@ -192,6 +204,8 @@ class Worker:
     def _buffer(self, leg: int, receive: Receive) -> torch.Tensor:
         """Contiguous memory for a leg, as this rank's shard of it."""
         shape, place = self._shapes[leg], self._places[leg][0]
+        if receive.route == "fallback" and receive.parts[0].view is not None:
+            _, place = self._partial(receive.parts[0])
         if place is None:
             # Loaders may keep a tensor until its module is complete: memory of its own.
             return torch.empty(shape, dtype=self._dtypes[leg], device=self._target.device)
@@ -200,6 +214,16 @@ class Worker:
             apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")][leg % 2]
             return apart[: torch.Size(shape).numel()].view(shape)
         return place.view(shape)
+
+    def _partial(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor that falls back and arrives in parts, and the place in it of this one."""
+        assert part.view is not None
+        if (whole := self._partials.get(part.tensor)) is None:
+            geometry = self.plan.geometries[self.plan.tensors[part.tensor].geometry]
+            dtype: torch.dtype = getattr(torch, self.plan.dtypes[geometry.dtype])
+            whole = torch.empty(geometry.shape, dtype=dtype, device=self._target.device)
+            self._partials[part.tensor] = whole
+        return whole, _view(whole, part.view)
 
     def close(self) -> None:
         """Ends the run for this rank."""

@@ -6,6 +6,7 @@ import glob
 import json
 import re
 from fnmatch import translate
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -126,12 +127,19 @@ def _reduced_spec(plan: Plan, folder: Path) -> tuple[Spec, list[str]]:
     for name in _uneven(trainer, tensors):
         whole.append(RuleSpec(match=glob.escape(name), placements="replicated"))
         notes.append(f"every trainer rank holds {name} whole, for it does not divide when reduced")
+    limits = inputs.limits
+    if any(transfer.part is not None for transfer in plan.transfers):
+        # So that what is largest goes in parts here too.
+        largest = max(prod(plan.geometries[tensor.geometry].shape) for tensor in plan.tensors)
+        small = max(prod(tensor.shape) for tensor in tensors)
+        stage = max(1, limits.stage_bytes * small // largest)
+        limits = msgspec.structs.replace(limits, stage_bytes=stage)
     spec = Spec(
         model=ModelSpec(path=str(folder), name=inputs.model.name, exclude=tuple(exclude)),
         engine=inputs.engine,
         trainer=msgspec.structs.replace(trainer, rules=(*whole, *rules)),
         resolver=inputs.resolver,
-        limits=inputs.limits,
+        limits=limits,
     )
     return spec, notes
 

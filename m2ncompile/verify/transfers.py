@@ -7,6 +7,7 @@ and receives is read off the layouts in the plan, by slicing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -15,7 +16,7 @@ import torch
 
 from m2ncompile.errors import Problem
 from m2ncompile.layout import Box, Layout, local_shape, shard_box
-from m2ncompile.plan import Plan, PlanDestination
+from m2ncompile.plan import Plan, PlanDestination, PlanPart
 from m2ncompile.plan_check import layouts_of
 
 __all__ = ["Arrival", "bits", "deliver", "land", "random_tensors"]
@@ -70,20 +71,41 @@ def deliver(
     arrivals: dict[int, list[Arrival]] = {
         rank: [] for rank in range(first, first + plan.inputs.engine.workers)
     }
+    #: By rank and destination, the parts that have come so far.
+    parts: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
     for transfer in plan.transfers:
         for index in transfer.destinations:
-            d = plan.destinations[index]
+            d, part = plan.destinations[index], transfer.part
             name = plan.tensors[d.tensor].name
             layout, shape = layouts[d.layout], plan.geometries[plan.wires[d.wire].geometry].shape
-            sent = _sent(plan, layouts, d, tensors[d.tensor], problems)
+            sent, moved = _sent(plan, layouts, d, tensors[d.tensor], problems), shape
+            if part is not None:
+                sent, moved = _part_of(part, sent, shape)
             for rank in layout.mesh.ranks:
-                buffer = _received(shape, layout, rank, sent)
+                buffer = _received(moved, layout, rank, sent)
                 if buffer is None:
                     message = f"worker {rank - first}: no trainer sends it all of its shard"
                     problems.append(Problem(name, message))
-                else:
-                    arrivals[rank].append(Arrival(d, buffer.view(tensors[d.tensor].dtype)))
+                    continue
+                if part is not None:
+                    parts[rank, index].append(buffer)
+                    if part.start + part.size < shape[part.dim]:
+                        continue
+                    buffer = torch.cat(parts.pop((rank, index)), part.dim)
+                arrivals[rank].append(Arrival(d, buffer.view(tensors[d.tensor].dtype)))
     return arrivals
+
+
+def _part_of(
+    part: PlanPart, sent: Mapping[Box, torch.Tensor], shape: Sequence[int]
+) -> tuple[dict[Box, torch.Tensor], tuple[int, ...]]:
+    """What is sent of a wire of `shape`, and that shape, for one part."""
+    dim = part.dim
+    pieces = {
+        (*box[:dim], (0, part.size), *box[dim + 1 :]): piece.narrow(dim, part.start, part.size)
+        for box, piece in sent.items()
+    }
+    return pieces, (*shape[:dim], part.size, *shape[dim + 1 :])
 
 
 def _sent(

@@ -18,9 +18,11 @@ import msgspec
 import pytest
 
 from m2ncompile.compile.pipeline import build_plan
+from m2ncompile.layout import Limits
 from m2ncompile.plan import Digests, Plan, program_digest
 from m2ncompile.plan_check import wire_digests
 from m2ncompile.spec import EngineSpec, ModelSpec, Spec, TrainerSpec
+from m2ncompile.verify.check import reduce_plan
 from m2ncompile.verify.reduce import reduced_config
 
 pytestmark = pytest.mark.engine
@@ -39,16 +41,18 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "gpt2": (dict(tp=2), {}),
     "phi-4": (dict(tp=2), {}),
 }
+DEFAULT = Limits()
 OTHERS = sorted({path.name for path in MODELS.iterdir()} - CASES.keys())
 
 
-def plan_of(folder: Path, **engine: int) -> Plan:
+def plan_of(folder: Path, limits: Limits = DEFAULT, **engine: int) -> Plan:
     """For two trainers, of the model in `folder`."""
     return build_plan(
         Spec(
             model=ModelSpec(path=str(folder), name=folder.name),
             engine=EngineSpec(version="0.33.0", target="cuda-sm90", **engine),
             trainer=TrainerSpec(ranks=2, layout="fsdp", uneven="replicate"),
+            limits=limits,
         )
     )
 
@@ -93,6 +97,10 @@ def passes(folder: Path, plan: Plan, tmp_path: Path) -> None:
     for report in document["ranks"][2:]:
         assert report["compared"] > 0 and not report["differences"]
         assert {route["route"] for route in report["syncs"][-1]["routes"]} == routes
+    run = reduce_plan(plan, folder, tmp_path).plan
+    assert [report["syncs"][-1]["staging"] for report in document["ranks"]] == [
+        stated.packed + stated.unpacked + stated.reloaded for stated in run.staging
+    ]
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -100,6 +108,16 @@ def test_real_models(model: str, tmp_path: Path) -> None:
     engine, change = CASES[model]
     folder = configured(tmp_path / model, config_of(model) | change)
     passes(folder, plan_of(folder, **engine), tmp_path)
+
+
+def test_large_tensors_in_parts(tmp_path: Path) -> None:
+    """Also when reduced, where the largest must be cut still."""
+    engine, change = CASES["Qwen3-30B-A3B"]
+    folder = configured(tmp_path / "model", config_of("Qwen3-30B-A3B") | change)
+    plan = plan_of(folder, Limits(stack_bytes=1, stage_bytes=1 << 20), **engine)
+    cut = {t.destinations[0] for t in plan.transfers if t.part is not None}
+    assert {plan.destinations[d].route for d in cut} == {"direct", "reload"}
+    passes(folder, plan, tmp_path)
 
 
 @pytest.mark.slow

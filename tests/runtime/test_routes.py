@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape, shard_box
-from m2ncompile.runtime.legs import Leg
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.transports.routes import messages
 
 

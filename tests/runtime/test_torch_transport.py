@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from m2ncompile.errors import RunError
 from m2ncompile.layout import REPLICATE, Layout, Mesh
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import Leg
 from m2ncompile.runtime.transports import torch as module
 from m2ncompile.runtime.transports.torch import TorchTransport
 from tests.runs import failures, together

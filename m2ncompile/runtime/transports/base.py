@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import Leg
 
 if TYPE_CHECKING:
     import torch

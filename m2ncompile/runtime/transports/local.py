@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from m2ncompile.errors import RunError
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import Leg
 from m2ncompile.runtime.transports.routes import messages
 
 if TYPE_CHECKING:

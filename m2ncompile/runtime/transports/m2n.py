@@ -24,8 +24,9 @@ import torch
 from m2ncompile.dtypes import ITEMSIZE
 from m2ncompile.errors import RunError
 from m2ncompile.layout import Layout
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import Leg
+from m2ncompile.staging import POOL_SLOTS
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,7 +36,6 @@ __all__ = ["M2nTransport", "pool_bytes"]
 #: The first NCCL that NCCL M2N runs on.
 _NCCL = (2, 30, 5)
 _POOL = "NCCL_RESHARD_PACK_BUFFSIZES"
-_POOL_SLOTS = 2
 #: Legs whose end can be waited for by itself.
 _KEPT = 8
 #: For a communicator to be aborted, in seconds.
@@ -83,7 +83,7 @@ class M2nTransport:
         # Before the first handle, and the same on all ranks: part of the identity.
         if self._pool:
             size = -(-pool_bytes(legs) // (1 << 20)) << 20
-            os.environ.setdefault(_POOL, f"{size}:{_POOL_SLOTS}")
+            os.environ.setdefault(_POOL, f"{size}:{POOL_SLOTS}")
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)
         for leg in set(legs):

@@ -8,8 +8,8 @@ from functools import lru_cache
 import msgspec
 
 from m2ncompile.layout import Box, Layout, shard_box
+from m2ncompile.legs import Leg
 from m2ncompile.pieces import pieces
-from m2ncompile.runtime.legs import Leg
 
 __all__ = ["Message", "messages"]
 

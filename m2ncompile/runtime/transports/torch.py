@@ -12,8 +12,8 @@ from torch import distributed as dist
 
 from m2ncompile.errors import RunError
 from m2ncompile.layout import Box
+from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
-from m2ncompile.runtime.legs import Leg
 from m2ncompile.runtime.transports.routes import messages
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from m2ncompile.layout import Layout, local_shape
-from m2ncompile.plan import Plan
+from m2ncompile.plan import Plan, PlanPart
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.stacking import stacked
 
@@ -41,15 +41,20 @@ class Leg(msgspec.Struct, frozen=True):
 def legs_of(plan: Plan) -> Sequence[Leg]:
     """In the order in which all ranks run them. Equal ones are one object."""
     layouts = layouts_of(plan)
-    known: dict[tuple[int, int, tuple[int, ...]], Leg] = {}
+    known: dict[tuple[int, int, tuple[int, ...], PlanPart | None], Leg] = {}
     legs = []
     for transfer in plan.transfers:
         carried = [plan.destinations[index] for index in transfer.destinations]
         wire, where = plan.wires[carried[0].wire], tuple(d.layout for d in carried)
-        key = wire.geometry, wire.source, where
+        # Parts of one size are alike.
+        part = transfer.part and msgspec.structs.replace(transfer.part, start=0)
+        key = wire.geometry, wire.source, where, part
         if key not in known:
             form = plan.geometries[wire.geometry]
-            stack = stacked(form.shape, layouts[wire.source], [layouts[i] for i in where])
+            shape = form.shape
+            if part is not None:
+                shape = (*shape[: part.dim], part.size, *shape[part.dim + 1 :])
+            stack = stacked(shape, layouts[wire.source], [layouts[i] for i in where])
             known[key] = Leg(
                 plan.dtypes[form.dtype],
                 len(carried),

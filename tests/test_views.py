@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from m2ncompile.compile.spread import InexpressibleError, carry
 from m2ncompile.compile.strided import Piece, piece_of
 from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape, shard_box
-from m2ncompile.runtime.views import View, contiguous, sent_view
+from m2ncompile.views import View, contiguous, sent_view
 from tests.runs import row_major
 
 WHOLE = Layout(Mesh((4, 1), 0), None)

@@ -8,8 +8,9 @@ from math import prod
 import msgspec
 
 from m2ncompile.layout import Layout, local_shape, shard_box
+from m2ncompile.plan import PlanPart
 
-__all__ = ["View", "contiguous", "sent_view"]
+__all__ = ["View", "contiguous", "narrowed", "sent_view"]
 
 
 class View(msgspec.Struct, frozen=True):
@@ -37,17 +38,22 @@ def sent_view(
     wire_shape: Sequence[int],
     sent: Layout,
     rank: int,
+    part: PlanPart | None = None,
 ) -> View | None:
     """What `rank` sends of a tensor of `shape`, in its own row-major shard of it.
 
     The wire is the range from element `base` on, seen as `wire_shape`, that lies
-    as `sent`; the tensor lies as `held`. None when the rank is no sender of it.
+    as `sent`, or `part` of it; the tensor lies as `held`. None when the rank is no
+    sender of it.
 
     Raises ValueError when the rank does not hold what it is to send.
     """
     box = shard_box(sent, wire_shape, rank)
     if box is None:
         return None
+    if part is not None:
+        taken = (part.start, part.start + part.size)
+        box = (*box[: part.dim], taken, *box[part.dim + 1 :])
     mine = shard_box(held, shape, rank)
     if mine is None:
         raise ValueError("it holds nothing of the tensor")
@@ -71,3 +77,51 @@ def sent_view(
     if last >= prod(local_shape(held, shape)):
         raise ValueError("it does not hold all of what it is to send")
     return view
+
+
+def narrowed(
+    offset: int,
+    dims: Sequence[tuple[int, int]],
+    shape: Sequence[int],
+    dim: int,
+    start: int,
+    size: int,
+) -> View:
+    """`[start, start + size)` along `dim` of what lies at `offset` by (size, stride) `dims`.
+
+    `shape` is how the elements are seen, in the order of `dims`, which may be grouped
+    otherwise. Raises ValueError where `dim` is no one dim of them.
+    """
+    before, rest = _cut(dims, prod(shape[:dim]))
+    along, after = _cut(rest, shape[dim])
+    along = [(n, step) for n, step in along if n > 1]
+    while len(along) > 1 and along[-2][1] == along[-1][0] * along[-1][1]:
+        (a, _), (b, step) = along[-2:]
+        along[-2:] = [(a * b, step)]
+    if len(along) > 1:
+        raise ValueError(f"it does not lie evenly along dim {dim}")
+    step = along[0][1] if along else 0
+    kept = [*before, (size, step), *after]
+    return View(offset + start * step, tuple(n for n, _ in kept), tuple(s for _, s in kept))
+
+
+def _cut(
+    dims: Sequence[tuple[int, int]], count: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(size, stride) dims in two: the first step through `count` runs of what the others hold."""
+    outer: list[tuple[int, int]] = []
+    inner = list(dims)
+    while count > 1:
+        if not inner:
+            raise ValueError("its dims hold too little")
+        n, step = inner.pop(0)
+        if count % n == 0:
+            outer.append((n, step))
+            count //= n
+        elif n % count == 0:
+            outer.append((count, step * (n // count)))
+            inner.insert(0, (n // count, step))
+            count = 1
+        else:
+            raise ValueError("its dims are cut elsewhere")
+    return outer, inner
