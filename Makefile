@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 ENGINE := .venv-engine
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test sweep lint format golden bench gpu clean
+.PHONY: help demo test sweep lint format golden bench gpu-plans gpu clean
 
 help: ## Show the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,8 +53,11 @@ bench: $(VENV)/.ready ## Print the tables of docs/figures.md (half an hour)
 	$(BIN)/python tools/bench_routes.py
 	$(BIN)/python tools/bench_run.py
 
-gpu: ## Run the GPU tests, in the environment that python3 is of (torch with CUDA, m2ncompile[nccl])
-	$(PYTHON) -m pytest tests/gpu
+gpu-plans: $(VENV)/.ready ## Build what `make gpu` runs, into build/gpu
+	$(BIN)/python tools/gpu.py --prepare build/gpu
+
+gpu: ## Run tests and benchmarks on GPUs, in python3's environment (torch with CUDA, m2ncompile[nccl])
+	$(PYTHON) tools/gpu.py build/gpu --results build/gpu-results.md
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(ENGINE) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -5,8 +5,14 @@ usage: python tools/bench_m2n.py [--syncs N] [--transport m2n|torch] [--results 
 Trainer ranks share the first half of the GPUs, workers the second, ranks of one side share
 GPUs where there are fewer (NCCL_MULTI_RANK_GPU_ENABLE=1). Weights are random bits. Workers
 hold plain tensors in place of an engine's module: `direct` is written into them, `reload`
-is copied into one more, as an engine's processing would. Per plan: seconds of the start,
-of the best sync, GB/s of the whole model, host microseconds a transfer.
+is copied into one more, as an engine's processing would. They are filled with other bits
+before each sync, and compared after it.
+
+Per plan: seconds of the start, of the median sync after the first (of the slowest rank), GB/s
+of the whole model, host microseconds a transfer. Beside it, on the same ranks in the same
+run, one reshard of a tensor of 2 GB, which is the peak, and an NCCL broadcast of the model's
+bytes from one trainer to all. `held` is the most that a worker allocated over its
+parameters, without the pool; `stated` what the plan says it needs.
 """
 
 from __future__ import annotations
@@ -21,15 +27,25 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from m2ncompile.compile.assemble import assemble  # noqa: E402
+from m2ncompile.compile.routes import Destination, Landing, Param, Wire  # noqa: E402
+from m2ncompile.inventory import TensorInfo  # noqa: E402
+from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape  # noqa: E402
+from m2ncompile.plan import Plan  # noqa: E402
+from m2ncompile.plan_check import load  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("plans", type=Path, nargs="+")
-    parser.add_argument("--syncs", type=int, default=4)
+    parser.add_argument("--syncs", type=int, default=5)
     parser.add_argument("--transport", default="m2n")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0)
@@ -39,20 +55,47 @@ def main() -> None:
     if options.rank is not None:
         print(json.dumps(rank_main(options)), flush=True)
         return
-    rows = []
-    print("| plan | ranks | GB | transfers | start s | sync ms | GB/s | host us | equal |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
-    for plan in options.plans:
-        rows.append(run(plan, options))
+    rows: list[dict[str, Any]] = []
+    peaks: dict[str, float] = {}
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("| --- | --- |" + " ---: |" * (len(COLUMNS) - 3) + " --- |")
+    for path in options.plans:
+        plan = load(path)
+        ranks = f"{plan.inputs.trainer.ranks}+{plan.inputs.engine.workers}"
+        if ranks not in peaks:
+            with TemporaryDirectory() as folder:
+                peak = Path(folder) / "one-tensor.plan.json"
+                peak.write_bytes(one_tensor(plan).encoded)
+                rows.append(run(peak, options, None))
+            peaks[ranks] = rows[-1].get("rate", 0.0)
+        rows.append(run(path, options, peaks[ranks]))
     if options.results:
         options.results.write_text(json.dumps(rows, indent=1))
     if not all(row["equal"] for row in rows):
         sys.exit(1)
 
 
-def run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from m2ncompile.plan_check import load
+COLUMNS = (
+    *("plan", "ranks", "GB", "transfers", "start s", "sync ms", "GB/s", "of peak"),
+    *("broadcast ms", "host us", "held GB", "stated GB", "equal"),
+)
 
+
+def one_tensor(like: Plan) -> Plan:
+    """A tensor of 2 GB between the ranks of another plan, dim 0 over all on both sides."""
+    trainers, workers = like.inputs.trainer.ranks, like.inputs.engine.workers
+    shape = (1 << 15, 1 << 15)
+    source = Layout(Mesh((1, trainers), 0), (REPLICATE, 0))
+    layout = Layout(Mesh((1, workers), trainers), (REPLICATE, 0))
+    local = local_shape(layout, shape)
+    param = Param("w", "bfloat16", local)
+    landing = Landing(param, (0,), ((prod(local), 1),))
+    destination = Destination(0, Wire(0, shape, source), "direct", layout, landing, None)
+    tensor = TensorInfo("w", "bfloat16", shape)
+    return assemble(like.inputs, [tensor], [source], [destination])
+
+
+def run(path: Path, options: argparse.Namespace, peak: float | None) -> dict[str, Any]:
     plan = load(path)
     trainers, workers = plan.inputs.trainer.ranks, plan.inputs.engine.workers
     with socket.socket() as free:
@@ -95,8 +138,9 @@ def run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     nbytes = sum(
         prod(plan.geometries[t.geometry].shape) * 2 for t in plan.tensors
     )  # these plans are of 16-bit models
-    sync = max(min(report["seconds"][1:] or report["seconds"]) for report in reports)
-    host = max(min(report["host"]) for report in reports) / len(plan.transfers)
+    sync = median(max(times) for times in zip(*(r["seconds"][1:] for r in reports), strict=True))
+    host = max(median(report["host"][1:]) for report in reports) / len(plan.transfers)
+    stated = max(one.unpacked + one.reloaded + one.whole for one in plan.staging[trainers:])
     row = {
         "plan": path.stem,
         "ranks": f"{trainers}+{workers}",
@@ -104,17 +148,21 @@ def run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "transfers": len(plan.transfers),
         "start": max(report["start"] for report in reports),
         "sync": sync,
+        "rate": nbytes / sync / 1e9,
+        "broadcast": max(report["broadcast"] for report in reports),
         "host": host,
+        "stated": stated / 1e9,
         "equal": not any(report["wrong"] for report in reports),
         "memory": [report["memory"] for report in reports],
         "seconds": [report["seconds"] for report in reports],
     }
-    print(
-        f"| {row['plan']} | {row['ranks']} | {row['gigabytes']:.2f} | {row['transfers']} "
-        f"| {row['start']:.2f} | {1e3 * sync:.1f} | {nbytes / sync / 1e9:.1f} "
-        f"| {1e6 * host:.0f} | {'yes' if row['equal'] else 'NO'} |",
-        flush=True,
-    )
+    cells = [row["plan"], row["ranks"], f"{row['gigabytes']:.2f}", row["transfers"]]
+    cells += [f"{row['start']:.2f}", f"{1e3 * sync:.1f}", f"{row['rate']:.1f}"]
+    cells.append("" if not peak else f"{100 * row['rate'] / peak:.0f}%")
+    cells += [f"{1e3 * row['broadcast']:.1f}", f"{1e6 * host:.0f}"]
+    cells += [f"{max(row['memory'][trainers:]):.2f}", f"{row['stated']:.2f}"]
+    cells.append("yes" if row["equal"] else "NO")
+    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     for report in reports:
         if report["wrong"]:
             print(f"rank {report['rank']}: {len(report['wrong'])} wrong: {report['wrong'][:5]}")
@@ -127,7 +175,6 @@ def run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 def rank_main(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from m2ncompile.plan_check import load
     from m2ncompile.runtime.api import transport_of
     from m2ncompile.runtime.control import StoreControl
     from m2ncompile.runtime.rendezvous import meet
@@ -160,18 +207,28 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
             transport.host = 0.0
             seconds.append(trainer.send().seconds)
             host.append(transport.host)
+        copied = broadcast(plan, transport, device, options.transport)
         trainer.close()
     else:
         target = PlainTarget(plan, device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_allocated()
         began = time.perf_counter()
         worker = Worker(lambda: plan, target, control, transport, **common)
         start = time.perf_counter() - began
+        held = 0
         for step in range(options.syncs):
+            target.poison()
             transport.host = 0.0
+            torch.cuda.synchronize()
             seconds.append(worker.receive().seconds)
             host.append(transport.host)
-            if step in (0, options.syncs - 1):
-                wrong += target.wrong(step, rank)
+            held = max(held, torch.cuda.max_memory_allocated() - resident)
+            wrong += target.wrong(step, rank)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        copied = broadcast(plan, transport, device, options.transport)
         worker.close()
     return {
         "rank": rank,
@@ -179,8 +236,29 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": seconds,
         "host": host,
         "wrong": wrong,
-        "memory": torch.cuda.max_memory_allocated() / 1e9,
+        "broadcast": copied,
+        "memory": 0.0 if rank < trainers else held / 1e9,
     }
+
+
+def broadcast(plan: Any, transport: Any, device: Any, kind: str) -> float:
+    """Seconds to broadcast as many bytes as the model has, the median of three."""
+    import torch
+
+    if kind != "m2n":
+        return 0.0
+    total = sum(prod(plan.geometries[t.geometry].shape) * 2 for t in plan.tensors)
+    buffer = torch.empty(min(total, 1 << 29), dtype=torch.uint8, device=device)
+    stream, times = torch.cuda.current_stream(device), []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for start in range(0, total, buffer.numel()):
+            part = buffer[: min(buffer.numel(), total - start)]
+            transport._comm.broadcast(part, part, 0, stream=stream)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
 
 
 def timed(transport: Any) -> Any:
@@ -285,6 +363,13 @@ class PlainTarget:
         import torch
 
         torch.cuda.synchronize(self.device)
+
+    def poison(self) -> None:
+        import torch
+
+        for tensor in self.params.values():
+            tensor.flatten().view(torch.uint8).fill_(0xA5)
+        self.fallen = {}
 
     def wrong(self, step: int, rank: int) -> list[str]:
         """The tensors that are not where the plan puts them."""

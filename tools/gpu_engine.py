@@ -3,9 +3,10 @@
 usage: python tools/gpu_engine.py FOLDER...
 
 Each FOLDER has a `config.json` and a `plan.json` for it, for one trainer rank and a vLLM of the
-plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP RESOLVER` makes one, on any machine
-with the compiler. By a plan of the `vllm` resolver the workers are stock: they run vLLM's own
-`nccl_m2n`. The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
+plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP RESOLVER [LAYERS]` makes one, on
+any machine with the compiler: of small dims, or of so many layers at the model's own. By a plan
+of the `vllm` resolver the workers are stock: they run vLLM's own `nccl_m2n`.
+The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
 starts with the same weights. Checked after each of three syncs, the first of negated weights:
 every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
 makes it; and greedy tokens are counted that are transformers' (MoE differs by rounding).
@@ -52,8 +53,8 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
     if options.prepare:
-        folder, kind, tp, resolver = options.arguments
-        prepare(Path(folder), kind, int(tp), resolver)
+        folder, kind, tp, resolver, *layers = options.arguments
+        prepare(Path(folder), kind, int(tp), resolver, int(layers[0]) if layers else None)
     elif options.serve:
         folder, port = options.arguments
         serve(Path(folder), int(port))
@@ -63,7 +64,7 @@ def main() -> None:
         os._exit(bool(failed))
 
 
-def prepare(folder: Path, kind: str, tp: int, resolver: str) -> None:
+def prepare(folder: Path, kind: str, tp: int, resolver: str, layers: int | None) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,7 +73,9 @@ def prepare(folder: Path, kind: str, tp: int, resolver: str) -> None:
     from m2ncompile.spec import load_spec
 
     source = ROOT / "plans" / "models" / KINDS[kind] / "config.json"
-    config = json.loads(source.read_text()) | SIZES | (EXPERTS if kind == "qwen3moe" else {})
+    small = SIZES | (EXPERTS if kind == "qwen3moe" else {})
+    changed = small if layers is None else {"num_hidden_layers": layers}
+    config = json.loads(source.read_text()) | changed
     for key in ("rope_scaling", "layer_types", "max_window_layers"):
         config.pop(key, None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +232,8 @@ def run(folder: Path) -> bool:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda:0").eval()
+    with torch.device("cuda:0"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder / "start")
     log = folder / "engine.log"
     command = [sys.executable, __file__, "--serve", str(folder), str(port)]
@@ -261,7 +265,10 @@ def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) 
             if engine.poll() is not None or time.monotonic() - began > 150:
                 raise
             time.sleep(0.5)
-    print(f"{folder.name}: vLLM up after {time.monotonic() - began:.0f} s", flush=True)
+    size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
+    print(
+        f"{folder.name}, {size:.2f} GB: vLLM up after {time.monotonic() - began:.0f} s", flush=True
+    )
 
     @torch.no_grad()
     def greedy() -> list[list[int]]:
