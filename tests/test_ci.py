@@ -23,6 +23,7 @@ from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.spec import load_spec
 from tests.plans import make_plan
+from tests.repositories import blocks, git, listing, sh
 from tests.test_cli import COMMAND, SPEC, core_files, run
 
 ROOT = Path(__file__).parents[1]
@@ -37,70 +38,6 @@ def change_config(folder: Path, **changes: Any) -> None:
 def change_spec(path: Path, old: str, new: str) -> None:
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-
-
-def git(folder: Path, *args: str) -> str:
-    environment = os.environ | {
-        f"GIT_{who}_{what}": value
-        for who in ("AUTHOR", "COMMITTER")
-        for what, value in (("NAME", "T"), ("EMAIL", "t@example.org"))
-    }
-    return subprocess.run(
-        ["git", *args], cwd=folder, check=True, capture_output=True, text=True, env=environment
-    ).stdout
-
-
-@pytest.fixture(scope="session")
-def checked_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with a small model's spec and its plan, and beside it the store."""
-    folder = tmp_path_factory.mktemp("checked-in")
-    model = folder / "repo" / "plans" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text(
-        json.dumps(json.loads(CONFIG.read_text()) | {"num_hidden_layers": 2})
-    )
-    (folder / "repo" / "plans" / "policy.toml").write_text(SPEC.format(model="model"))
-    plans = folder / "repo" / "plans"
-    run("build", plans, "-o", plans, "--cache", folder / "cache")
-    git(folder / "repo", "init", "-q", "-b", "main")
-    git(folder / "repo", "add", "-A")
-    git(folder / "repo", "commit", "-q", "-m", "Plans")
-    return folder
-
-
-@pytest.fixture
-def repo(checked_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy to change; `m2ncompile` is on the path, its store knows the plan."""
-    shutil.copytree(checked_in, tmp_path / "copy")
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    script = bin_folder / "m2ncompile"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("M2NCOMPILE_CACHE", str(tmp_path / "copy" / "cache"))
-    for who in ("AUTHOR", "COMMITTER"):
-        monkeypatch.setenv(f"GIT_{who}_NAME", "T")
-        monkeypatch.setenv(f"GIT_{who}_EMAIL", "t@example.org")
-    return tmp_path / "copy" / "repo"
-
-
-def listing(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def sh(command: str, folder: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-    found = subprocess.run(
-        ["bash", "-e", "-c", command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ | env,
-    )
-    assert found.returncode == code, f"{command}\n{found.stdout}{found.stderr}"
-    assert "Traceback" not in found.stderr
-    return found
 
 
 # Diffs on the command line.
@@ -538,16 +475,14 @@ def test_hooks(repo: Path) -> None:
             assert "same program: 1 input changed" in error
 
 
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs" / "ci.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+RECIPES = (ROOT / "docs" / "ci.md").read_text()
 
 
 @pytest.mark.engine
 def test_every_command_of_the_recipes_runs(repo: Path) -> None:
     git(repo, "rm", "-q", "plans/policy.plan.json")
     git(repo, "commit", "-q", "-m", "Without the plan")
-    commands = blocks("sh")
+    commands = blocks(RECIPES, "sh")
     assert len(commands) == 5
     for command in commands:
         sh(command, repo)
@@ -555,7 +490,7 @@ def test_every_command_of_the_recipes_runs(repo: Path) -> None:
 
 
 def test_yaml_of_the_recipes_fits_what_it_names() -> None:
-    action, hooks = (yaml.load(text, yaml.BaseLoader) for text in blocks("yaml"))
+    action, hooks = (yaml.load(text, yaml.BaseLoader) for text in blocks(RECIPES, "yaml"))
     (job,) = action["jobs"].values()
     assert job["uses"].partition("/m2ncompile/")[2].split("@")[0] == ".github/workflows/plans.yml"
     (own,) = workflow()["jobs"].values()
