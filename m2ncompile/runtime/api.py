@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from m2ncompile.errors import M2nCompileError, RunError
 from m2ncompile.opening import open_plan
@@ -25,6 +28,8 @@ __all__ = ["TIMEOUT", "trainer", "transport_of", "worker"]
 
 #: How long a phase of the start, or a sync, may take, in seconds.
 TIMEOUT = 300.0
+#: Stores of runs that did not come about, for those who come later, while this process lives.
+_kept: list[Store] = []
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
@@ -32,7 +37,7 @@ def _plan(plan: Plan | str | Path) -> Plan:
 
 
 def transport_of(name: str, store: Store, rank: int, world: int, device: torch.device) -> Transport:
-    """A transport by name. Raises M2nCompileError for one that there is not."""
+    """A transport by name. One that there is not says so in `prepare`, where all ranks hear it."""
     if name == "torch":
         from m2ncompile.runtime.transports.torch import TorchTransport
 
@@ -41,7 +46,26 @@ def transport_of(name: str, store: Store, rank: int, world: int, device: torch.d
         from m2ncompile.runtime.transports.m2n import M2nTransport
 
         return M2nTransport(store, rank, world, device)
-    raise M2nCompileError(f'there is no transport "{name}"; known: m2n, torch')
+    from m2ncompile.runtime.transports.absent import AbsentTransport
+
+    return AbsentTransport(f'there is no transport "{name}"; known: m2n, torch')
+
+
+def _told(plan: Plan | str | Path, address: str, rank: int, timeout: float) -> Plan:
+    """The plan; where there is none, the others are told instead of left waiting."""
+    try:
+        return _plan(plan)
+    except M2nCompileError as error:
+        from m2ncompile.runtime.agree import Envelope
+        from m2ncompile.runtime.control import StoreControl
+        from m2ncompile.runtime.rendezvous import meet
+
+        envelope = Envelope("source", 0, "", str(error))
+        with suppress(M2nCompileError, RuntimeError):
+            store = meet(address, rank, timeout)
+            StoreControl(store, rank, rank + 1).leave(str(error), msgspec.json.encode(envelope))
+            _kept.append(store)
+        raise
 
 
 def trainer(
@@ -80,11 +104,12 @@ def trainer(
     from m2ncompile.runtime.shards import shards_of
     from m2ncompile.runtime.trainer import Trainer
 
-    found, where = _plan(plan), torch.device(device)
+    where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    found = _plan(plan) if stock else _told(plan, address, rank, timeout)
     trainers = found.inputs.trainer.ranks
     world = trainers + found.inputs.engine.workers
     if stock:

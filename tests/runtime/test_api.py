@@ -1,0 +1,56 @@
+"""What only one rank gets wrong, all ranks hear of at once."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2ncompile.runtime import api
+from m2ncompile.verify.transfers import random_tensors
+from tests.runs import DictTarget, GivenShards, params_of, varied_plan
+
+#: Far more than a test takes: what waits for it fails the test.
+TIMEOUT = 600.0
+
+
+def errors(tmp_path: Path, **changed: tuple[int, Any]) -> list[str]:
+    """What two trainers and two workers raise; `changed` is an argument of one trainer."""
+    plan = varied_plan(5)
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan.encoded)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    tensors = random_tensors(plan, 0)
+
+    def start(rank: int) -> Any:
+        if rank >= 2:
+            target = DictTarget(params_of(plan, rank - 2))
+            return api.worker(plan, target, address=address, rank=rank - 2, timeout=TIMEOUT)
+        given: dict[str, Any] = {"plan": path, "transport": "torch"}
+        given |= {name: value for name, (who, value) in changed.items() if who == rank}
+        source = GivenShards(plan, rank, tensors)
+        return api.trainer(source=source, address=address, rank=rank, timeout=TIMEOUT, **given)
+
+    with ThreadPoolExecutor(4) as pool:
+        starts = [pool.submit(start, rank) for rank in range(4)]
+    return [str(one.exception()) for one in starts if one.exception() is not None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plan_that_one_trainer_lacks(rank: int, tmp_path: Path) -> None:
+    found = errors(tmp_path, plan=(rank, str(tmp_path / "other.json")))
+    assert len(found) == 4
+    for text in found:
+        assert "other.json: no such file" in text
+    agreed = {text for text in found if text.startswith("the run can't start; no data was moved")}
+    assert len(agreed) == 1 and f"trainer {rank}: " in agreed.pop()
+
+
+def test_a_transport_that_one_rank_misspells(tmp_path: Path) -> None:
+    (text,) = set(errors(tmp_path, transport=(1, "mn2")))
+    assert 'trainer 1: there is no transport "mn2"; known: m2n, torch' in text
