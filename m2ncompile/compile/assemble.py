@@ -20,6 +20,7 @@ from m2ncompile.plan import (
     PlanLanding,
     PlanLayout,
     PlanParam,
+    PlanStaging,
     PlanTensor,
     PlanTransfer,
     PlanWire,
@@ -120,11 +121,10 @@ def assemble(
         transfers=tuple(
             transfers or (PlanTransfer((index,)) for index in range(len(destinations)))
         ),
-        staging=(),
+        staging=(PlanStaging(0, 0, 0, 0, 0, 0),) * (inputs.trainer.ranks + inputs.engine.workers),
     )
     source, complete = wire_digests(plan)
     digests = Digests(program_digest(plan), source, complete)
-    staging = staging_of(plan, reloading or Reloading())
-    plan = msgspec.structs.replace(plan, digests=digests, staging=staging)
-    check(plan)
-    return plan
+    plan = msgspec.structs.replace(plan, digests=digests)
+    check(plan)  # before the rest of it is relied on
+    return msgspec.structs.replace(plan, staging=staging_of(plan, reloading or Reloading()))

@@ -13,6 +13,7 @@ import pytest
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.pipeline import build_plan
+from m2ncompile.compile.reloading import reloading
 from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.postload import not_direct
@@ -77,7 +78,8 @@ class Case(msgspec.Struct):
             self.tensors,
             sources or self.sources,
             destinations or self.destinations,
-            tuple(t.destinations for t in self.plan.transfers) if destinations is None else None,
+            self.plan.transfers if destinations is None else None,
+            reloading(self.recordings, self.plan.inputs.trainer.ranks),
         )
 
     def refuses(self, plan: Plan) -> bool:
