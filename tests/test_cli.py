@@ -74,7 +74,7 @@ def test_version() -> None:
 
 def test_help_names_every_command_and_the_exit_codes() -> None:
     text = run("--help").stdout
-    for word in ("build", "diff", "show", "explain", "cache", "0 done, 1", "2 bad input"):
+    for word in ("build", "diff", "report", "show", "explain", "cache", "0 done, 1", "2 bad input"):
         assert word in text
 
 

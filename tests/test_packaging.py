@@ -29,8 +29,13 @@ def test_wheel_holds_the_package_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"m2ncompile"}
     assert "m2ncompile/py.typed" in names
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "m2ncompile").rglob("*.py")}
-    assert modules <= set(names)
+    kept = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "m2ncompile").rglob("*")
+        if path.suffix in (".py", ".html", ".css", ".js")
+    }
+    assert kept <= set(names)
+    assert "m2ncompile/report/page.html" in kept
 
 
 def test_installed_command_runs(wheel: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from m2ncompile.cli.cache import cache_app
 from m2ncompile.cli.diff import diff_command
 from m2ncompile.cli.explain import explain_command
 from m2ncompile.cli.rehearse import rehearse_command
+from m2ncompile.cli.report import report_command
 from m2ncompile.cli.show import show_command
 from m2ncompile.cli.verify import verify_command
 from m2ncompile.errors import M2nCompileError
@@ -32,6 +33,7 @@ app.command("build")(build_command)
 app.command("show")(show_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
+app.command("report")(report_command)
 app.command("verify")(verify_command)
 app.command("rehearse")(rehearse_command)
 app.add_typer(cache_app, name="cache")

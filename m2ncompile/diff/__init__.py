@@ -1,6 +1,6 @@
 """Two plans compared: what changed in what was asked for, and in what runs."""
 
-from m2ncompile.diff.compare import check_comparable, compare
+from m2ncompile.diff.compare import check_comparable, compare, marks
 from m2ncompile.diff.gates import Gate, Trip, parse_gates, tripped
 from m2ncompile.diff.inputs import input_changes, input_paths
 from m2ncompile.diff.markdown import markdown
@@ -19,6 +19,7 @@ __all__ = [
     "input_changes",
     "input_paths",
     "markdown",
+    "marks",
     "parse_gates",
     "tripped",
 ]

@@ -22,7 +22,7 @@ from m2ncompile.plan import Plan, PlanDestination
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.summary import summarize
 
-__all__ = ["check_comparable", "compare"]
+__all__ = ["check_comparable", "compare", "marks"]
 
 #: A dtype and a shape.
 _Geometry = tuple[str, tuple[int, ...]]
@@ -119,6 +119,12 @@ def compare(before: Plan, after: Plan) -> Difference:
         return _Comparison(before, after).difference()
 
 
+def marks(before: Plan, after: Plan) -> dict[int, tuple[str, ...]]:
+    """By the index of each tensor of the second plan that changed: the sections that tell it."""
+    with collector_paused():
+        return _Comparison(before, after).marks()
+
+
 class _Comparison:
     def __init__(self, before: Plan, after: Plan) -> None:
         self.plans = before, after
@@ -183,6 +189,27 @@ class _Comparison:
             wire_bytes_per_worker=received,
             reasons=self._named((*routes, *fallback)),
         )
+
+    def marks(self) -> dict[int, tuple[str, ...]]:
+        a, b = self.a, self.b
+        found: dict[int, tuple[str, ...]] = dict.fromkeys(self.matches.added, ("added",))
+        renamed = {j for _, j in self.matches.renamed}
+        routes, sources = self._route_texts(), self._source_texts()
+        destinations = self._destination_texts()
+        for i, j in self.pairs:
+            one, other = a.landings(i), b.landings(j)
+            told = {
+                "renamed": j in renamed,
+                "reshaped": a.form(i)[1] != b.form(j)[1],
+                "retyped": a.form(i)[0] != b.form(j)[0],
+                "routes": routes(i, j) is not None,
+                "sources": sources(i, j) is not None,
+                "destinations": destinations(i, j) is not None,
+                "landings": one != other and len(one) == len(other),
+            }
+            if any(told.values()):
+                found[j] = tuple(section for section, is_told in told.items() if is_told)
+        return dict(sorted(found.items()))
 
     def _groups(
         self,
