@@ -17,8 +17,9 @@ import yaml
 
 from m2ncompile import __version__
 from m2ncompile.diff import compare, input_paths
+from m2ncompile.inputs import known_inputs
 from m2ncompile.inventory import read_inventory, write_manifest
-from m2ncompile.locking import check_frozen, known_inputs, plan_beside
+from m2ncompile.locking import check_frozen, plan_beside
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.spec import load_spec
@@ -326,7 +327,7 @@ def test_frozen_knows_configs_tensors_and_releases(
     text = manifest.read_text().replace("[151936,1024]", "[151936,512]", 1)
     manifest.write_text(text)
     assert [c.path for c in check_frozen(spec, plan).changes] == ["model.inventory"]
-    monkeypatch.setattr("m2ncompile.locking.__version__", "9.9.9")
+    monkeypatch.setattr("m2ncompile.inputs.__version__", "9.9.9")
     first = check_frozen(spec, plan).changes[0]
     assert (first.path, first.before, first.after) == ("compiler", __version__, "9.9.9")
 

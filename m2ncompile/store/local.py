@@ -26,9 +26,11 @@ from m2ncompile.store.records import (
     VerifyResult,
     check_object,
     checked,
+    checked_prefix,
     decode_action,
     encode_action,
     file_name,
+    the_one,
 )
 
 __all__ = ["GRACE_SECONDS", "Store", "default_root"]
@@ -180,19 +182,9 @@ class Store:
 
     def resolve(self, prefix: str) -> str:
         """The one digest that starts with `prefix`, at least 6 hex digits."""
-        text = prefix.lower()
-        if not re.fullmatch(r"[0-9a-f]{6,64}", text):
-            problem = Problem(repr(prefix), "expected 6 to 64 hex digits of a plan's digest")
-            raise StoreError("not a digest", [problem])
+        text = checked_prefix(prefix)
         found = [f.digest for f in self._tree.files("objects", text[:2]) if f.name.startswith(text)]
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            raise StoreError("no such plan", [Problem(text, f"no object in {self.root}")])
-        raise StoreError(
-            f"{len(found)} plans have digests that start so",
-            [Problem(text, f"may be {digest}", "give more digits") for digest in found],
-        )
+        return the_one(text, found, str(self.root))
 
     def entries(self) -> list[Entry]:
         """Every object, the last used first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Literal
 
@@ -27,9 +27,11 @@ __all__ = [
     "VerifyResult",
     "check_object",
     "checked",
+    "checked_prefix",
     "decode_action",
     "encode_action",
     "file_name",
+    "the_one",
 ]
 
 #: Larger objects are neither written nor read.
@@ -136,6 +138,26 @@ def checked(digest: str) -> str:
         problem = Problem(repr(digest), "expected 64 hex digits, lower case")
         raise StoreError("not a digest", [problem])
     return digest
+
+
+def checked_prefix(prefix: str) -> str:
+    text = prefix.lower()
+    if not re.fullmatch(r"[0-9a-f]{6,64}", text):
+        problem = Problem(repr(prefix), "expected 6 to 64 hex digits of a plan's digest")
+        raise StoreError("not a digest", [problem])
+    return text
+
+
+def the_one(prefix: str, found: Sequence[str], where: str) -> str:
+    """The only digest of those that start with `prefix`."""
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise StoreError("no such plan", [Problem(prefix, f"no object in {where}")])
+    raise StoreError(
+        f"{len(found)} plans have digests that start so",
+        [Problem(prefix, f"may be {digest}", "give more digits") for digest in found],
+    )
 
 
 def file_name(digest: str) -> str:
