@@ -483,6 +483,18 @@ def test_workflow(repo: Path, tmp_path: Path) -> None:
     check, compared, comment = list(commands.values())[1:]
     sh(check, repo, **env)
     sh(check, repo, **env | {"MODE": "locked"})
+    # Where nothing can be compiled, a plan that the store lacks comes from the remote.
+    run("cache", "push", "--remote", f"file://{tmp_path}/shared")
+    (tmp_path / "broken" / "vllm").mkdir(parents=True)
+    (tmp_path / "broken" / "vllm" / "__init__.py").write_text("raise ImportError")
+    bare = {
+        "MODE": "locked",
+        "M2NCOMPILE_CACHE": str(tmp_path / "empty"),
+        "PYTHONPATH": f"{tmp_path / 'broken'}{os.pathsep}{ROOT}",
+    }
+    sh(check, repo, code=2, **env | bare)
+    shared, _ = steps(remote=f"file://{tmp_path}/shared")
+    sh(check, repo, **env | shared | bare)
     sh(compared, repo, **env)
     sh(comment, repo, **env)
     assert not (tmp_path / "gh").exists()  # nothing changed, nothing to say
@@ -549,10 +561,11 @@ def test_every_command_of_the_recipes_runs(repo: Path) -> None:
     git(repo, "rm", "-q", "plans/policy.plan.json")
     git(repo, "commit", "-q", "-m", "Without the plan")
     commands = blocks("sh")
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         sh(command, repo)
     assert "plans/policy.plan.json" in git(repo, "ls-files")
+    assert len(list((repo.parent / "shared").rglob("*.json"))) == 2
 
 
 def test_yaml_of_the_recipes_fits_what_it_names() -> None:
