@@ -1,4 +1,4 @@
-"""Spec to a plan in the store: looked up by its inputs, compiled when they are new.
+"""Spec to a plan in the store: looked up by its inputs, here or remotely, else compiled.
 
 A hit reads the spec, the model's headers and the plan; it imports neither torch
 nor the engine.
@@ -6,11 +6,13 @@ nor the engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,66 +24,113 @@ from m2ncompile.progress import Progress
 from m2ncompile.spec import Spec, load_spec
 from m2ncompile.store import ActionKey, Miss, Store
 
-__all__ = ["Built", "action_key", "build", "open_store"]
+if TYPE_CHECKING:
+    from m2ncompile.remote import Remote
+
+__all__ = ["Built", "Trouble", "action_key", "build", "open_store", "tolerated"]
+
+
+#: Told what is not done, and why. It raises where that is not to be tolerated.
+Trouble = Callable[[str, StoreError], None]
 
 
 class Built(msgspec.Struct, frozen=True):
-    """`path` is None when the store could not be written; `warning` then says why.
+    """`hit` says that nothing was compiled, `from_remote` that the remote store had the plan.
 
-    `miss` says why the store did not have the plan, where it had any other.
+    `path` is None when the plan is not in the store. `miss` says why the store did not have it,
+    where it had any other. `pushed` says that the remote store has it now.
     """
 
     plan: Plan
     hit: bool
     path: Path | None
-    warning: str | None = None
     miss: Miss | None = None
+    from_remote: bool = False
+    pushed: bool = False
 
 
 def open_store(root: Path) -> Store:
     return Store(root, digest_of)
 
 
+def tolerated(what: str, why: StoreError) -> None:
+    """Tells nobody."""
+
+
 def build(
-    spec_path: Path, store: Store | None, progress: Progress, *, record: bool = True
+    spec_path: Path,
+    store: Store | None,
+    progress: Progress,
+    *,
+    record: bool = True,
+    remote: Remote | None = None,
+    push: bool = False,
+    trouble: Trouble = tolerated,
 ) -> Built:
-    """The plan of a spec file, from `store` where it is there, else compiled.
+    """The plan of a spec file, from `store` or else `remote` where it is there, else compiled.
 
-    Without `record`, what was compiled is not put into the store.
+    Without `record`, nothing is put into `store`. With `push`, the plan is put into `remote`
+    unless it came from there.
 
-    Raises an M2nCompileError for a bad input; a store that can't be written
-    only yields a warning.
+    Raises an M2nCompileError for a bad input. A store that can't be read or written, and a remote
+    plan that is refused, is only told to `trouble`; a remote that was lost is not asked again.
     """
     spec = load_spec(spec_path)
     key = action_key(spec)
-    if store is not None and (plan := _cached(store, key)) is not None:
-        return Built(plan, True, store.path(plan.digest))
+    plan: Plan | None = None
+    path: Path | None = None
+    miss: Miss | None = None
+    from_remote = pushed = False
 
-    from m2ncompile.compile.pipeline import build_plan
+    if store is not None:
+        try:
+            plan = _cached(store, key)
+        except StoreError as error:
+            trouble("the plan is not stored", error)
+            store = None
+    if plan is not None and store is not None:
+        path = store.path(plan.digest)
+    if plan is None and remote is not None and not remote.lost:
+        from m2ncompile.sharing import fetch_for
 
-    plan = build_plan(spec, progress)
-    if store is None:
-        return Built(plan, False, None)
-    miss = None
-    with suppress(StoreError):
-        miss = store.explain(key)
-    if not record:
-        return Built(plan, False, None, miss=miss)
-    try:
-        digest = store.put(plan.encoded)
-        store.record(key, digest)
-    except StoreError as error:
-        return Built(plan, False, None, warning=str(error), miss=miss)
-    return Built(plan, False, store.path(digest), miss=miss)
+        try:
+            plan = fetch_for(spec, key, store, remote)
+            from_remote = plan is not None
+        except StoreError as error:
+            trouble("the remote store is not used", error)
+    hit = plan is not None
+    if plan is None:
+        from m2ncompile.compile.pipeline import build_plan
+
+        plan = build_plan(spec, progress)
+        if store is not None:
+            with suppress(StoreError):
+                miss = store.explain(key)
+    if path is None and store is not None and record:
+        try:
+            store.record(key, store.put(plan.encoded))
+            path = store.path(plan.digest)
+        except StoreError as error:
+            trouble("the plan is not stored", error)
+    if push and remote is not None and not from_remote and not remote.lost:
+        from m2ncompile import sharing
+
+        try:
+            sharing.push(remote, plan.digest, plan.encoded, [key])
+            pushed = True
+        except StoreError as error:
+            trouble("the plan is not pushed", error)
+    return Built(plan, hit, path, miss, from_remote, pushed)
 
 
 def _cached(store: Store, key: ActionKey) -> Plan | None:
-    """The stored plan, or None when there is none, or none that can be read."""
-    try:
-        digest = store.lookup(key)
-        return None if digest is None else loads(store.get(digest), str(store.path(digest)))
-    except StoreError:
+    """The stored plan, or None. Raises StoreError when the store can't be read."""
+    digest = store.lookup(key)
+    if digest is None:
         return None
+    with suppress(StoreError):  # removed meanwhile
+        return loads(store.get(digest), str(store.path(digest)))
+    return None
 
 
 def action_key(spec: Spec) -> ActionKey:

@@ -7,30 +7,27 @@ compares all that a plan records and that can be known without one.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from m2ncompile import __version__
-from m2ncompile.build import build
-from m2ncompile.diff import Difference, InputChange, compare, input_changes, input_paths
+from m2ncompile.build import Trouble, build, tolerated
+from m2ncompile.diff import Difference, InputChange, compare
 from m2ncompile.errors import CheckError, PlanError, Problem
-from m2ncompile.inventory import config_digest, origin_of, read_inventory
+from m2ncompile.inputs import spec_changes
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.progress import Progress
-from m2ncompile.spec import Spec, load_spec
+from m2ncompile.remote import Remote
+from m2ncompile.spec import load_spec
 from m2ncompile.store import Store
 
 __all__ = [
     "Frozen",
     "check_frozen",
     "check_locked",
-    "known_inputs",
     "plan_beside",
-    "spec_changes",
     "stale_error",
 ]
 
@@ -52,15 +49,21 @@ def plan_beside(spec: Path, output: Path | None, several: bool) -> Path:
 
 
 def check_locked(
-    spec: Path, plan: Path, store: Store | None, progress: Progress
+    spec: Path,
+    plan: Path,
+    store: Store | None,
+    progress: Progress,
+    *,
+    remote: Remote | None = None,
+    trouble: Trouble = tolerated,
 ) -> Difference | None:
     """None where building `spec` gives the plan file to the byte; else what differs.
 
-    Reads `store` and writes nothing. Raises an M2nCompileError for a plan that can't be read and
-    a spec that can't be built.
+    Reads `store` and `remote` as `build` does, and writes nothing. Raises an M2nCompileError for
+    a plan that can't be read and a spec that can't be built.
     """
     before = _checked_in(spec, plan)
-    after = build(spec, store, progress, record=False).plan
+    after = build(spec, store, progress, record=False, remote=remote, trouble=trouble).plan
     return None if before.encoded == after.encoded else compare(before, after)
 
 
@@ -73,37 +76,6 @@ def check_frozen(spec: Path, plan: Path) -> Frozen:
     """
     checked_in = _checked_in(spec, plan)
     return Frozen(checked_in, spec_changes(checked_in, load_spec(spec)))
-
-
-def spec_changes(plan: Plan, spec: Spec) -> tuple[InputChange, ...]:
-    """The recorded inputs in which `spec` (from `load_spec`) differs, as far as known here."""
-    after = known_inputs(spec)
-    before = input_paths(plan.inputs)
-    unknown = ["model.architecture"]
-    if after["model.origin"] == "config" == before["model.origin"]:
-        unknown += ["model.inventory", "model.missing"]
-    return input_changes(_without(before, unknown), _without(after, unknown))
-
-
-def known_inputs(spec: Spec) -> dict[str, Any]:
-    """What a plan of `spec` will record, by key path, but for what only an engine knows."""
-    model = Path(spec.model.path)
-    listing = Path(spec.model.manifest) if spec.model.manifest else model
-    known: dict[str, Any] = {
-        "compiler": __version__,
-        "model.name": spec.model.name,
-        "model.config": config_digest(model),
-        "model.origin": origin_of(listing),
-    }
-    if spec.model.exclude:
-        known["model.exclude"] = list(spec.model.exclude)
-    if known["model.origin"] != "config":
-        inventory = read_inventory(listing)
-        known["model.inventory"] = inventory.digest
-        known |= input_paths({"model": {"missing": list(inventory.missing)}})
-    for section in ("engine", "trainer", "resolver", "limits"):
-        known |= input_paths({section: getattr(spec, section)})
-    return known
 
 
 def stale_error(spec: Path, plan: Path, changes: tuple[InputChange, ...], what: str) -> CheckError:
@@ -136,14 +108,6 @@ def _checked_in(spec: Path, plan: Path) -> Plan:
 
 def _build_command(spec: Path, plan: Path) -> str:
     return shlex.join(["m2ncompile", "build", str(spec), "-o", str(plan)])
-
-
-def _without(paths: Mapping[str, Any], unknown: list[str]) -> dict[str, Any]:
-    return {
-        path: value
-        for path, value in paths.items()
-        if not any(path == one or path.startswith((f"{one}.", f"{one}[")) for one in unknown)
-    }
 
 
 def _shown(value: Any) -> str:

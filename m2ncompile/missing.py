@@ -7,7 +7,7 @@ import msgspec
 from m2ncompile.build import action_key
 from m2ncompile.diff import InputChange
 from m2ncompile.errors import M2nCompileError
-from m2ncompile.locking import spec_changes
+from m2ncompile.inputs import spec_changes
 from m2ncompile.plan_check import loads
 from m2ncompile.spec import Spec
 from m2ncompile.store import Change, Miss, Store

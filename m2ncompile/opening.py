@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from m2ncompile.build import open_store
-from m2ncompile.errors import PlanError
+from m2ncompile.errors import PlanError, Problem, StoreError
 from m2ncompile.plan import MAX_BYTES, Plan
 from m2ncompile.plan_check import load, loads
-from m2ncompile.store import default_root
+from m2ncompile.remote.address import default_url
+from m2ncompile.store import Store, default_root
 
 __all__ = ["open_plan"]
 
 
-def open_plan(reference: str | Path, cache: Path | None = None) -> Plan:
+def open_plan(reference: str | Path, cache: Path | None = None, remote: str | None = None) -> Plan:
     """By file, by URL, or by the start of its digest (6 hex digits) in the store in `cache`.
+
+    By all 64 digits, a plan that the store lacks comes from the store at the URL `remote`, by
+    default `$M2NCOMPILE_REMOTE`, and is kept. A shorter start is not looked up there: anyone who
+    may write there could add a plan that starts so.
 
     Raises PlanError or StoreError.
     """
@@ -25,12 +31,31 @@ def open_plan(reference: str | Path, cache: Path | None = None) -> Plan:
         return load(path)
     if len(text) >= 6 and all(c in "0123456789abcdef" for c in text):
         store = open_store(cache or default_root())
-        digest = store.resolve(text)
-        return loads(store.get(digest), str(store.path(digest)))
+        url = remote or default_url()
+        try:
+            digest = store.resolve(text)
+            return loads(store.get(digest), str(store.path(digest)))
+        except StoreError:
+            if url is None or len(text) != 64:
+                raise
+        return _from_remote(text, store, url)
     raise PlanError(
         f"{text}: no such file, and no digest in the store (6 or more hex digits). "
         "Build it: m2ncompile build SPEC"
     )
+
+
+def _from_remote(digest: str, store: Store, url: str) -> Plan:
+    from m2ncompile.remote import open_remote
+    from m2ncompile.sharing import fetch
+
+    plan = fetch(open_remote(url), digest)
+    if plan is None:
+        problem = Problem(digest, f"no object in {store.root}, and none in {url}")
+        raise StoreError("no such plan", [problem])
+    with suppress(StoreError):  # a store that we may only read
+        store.put(plan.encoded)
+    return plan
 
 
 def _fetched(url: str) -> bytes:

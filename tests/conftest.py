@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the user's store."""
+    """No test reads or writes the user's stores."""
+    monkeypatch.delenv("M2NCOMPILE_REMOTE", raising=False)
     monkeypatch.setenv("M2NCOMPILE_CACHE", str(tmp_path / "m2ncompile-cache"))
 
 

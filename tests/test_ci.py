@@ -17,8 +17,9 @@ import yaml
 
 from m2ncompile import __version__
 from m2ncompile.diff import compare, input_paths
+from m2ncompile.inputs import known_inputs
 from m2ncompile.inventory import read_inventory, write_manifest
-from m2ncompile.locking import check_frozen, known_inputs, plan_beside
+from m2ncompile.locking import check_frozen, plan_beside
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.spec import load_spec
@@ -263,7 +264,7 @@ def test_frozen_knows_configs_tensors_and_releases(
     text = manifest.read_text().replace("[151936,1024]", "[151936,512]", 1)
     manifest.write_text(text)
     assert [c.path for c in check_frozen(spec, plan).changes] == ["model.inventory"]
-    monkeypatch.setattr("m2ncompile.locking.__version__", "9.9.9")
+    monkeypatch.setattr("m2ncompile.inputs.__version__", "9.9.9")
     first = check_frozen(spec, plan).changes[0]
     assert (first.path, first.before, first.after) == ("compiler", __version__, "9.9.9")
 
@@ -419,6 +420,18 @@ def test_workflow(repo: Path, tmp_path: Path) -> None:
     check, compared, comment = list(commands.values())[1:]
     sh(check, repo, **env)
     sh(check, repo, **env | {"MODE": "locked"})
+    # Where nothing can be compiled, a plan that the store lacks comes from the remote.
+    run("cache", "push", "--remote", f"file://{tmp_path}/shared")
+    (tmp_path / "broken" / "vllm").mkdir(parents=True)
+    (tmp_path / "broken" / "vllm" / "__init__.py").write_text("raise ImportError")
+    bare = {
+        "MODE": "locked",
+        "M2NCOMPILE_CACHE": str(tmp_path / "empty"),
+        "PYTHONPATH": f"{tmp_path / 'broken'}{os.pathsep}{ROOT}",
+    }
+    sh(check, repo, code=2, **env | bare)
+    shared, _ = steps(remote=f"file://{tmp_path}/shared")
+    sh(check, repo, **env | shared | bare)
     sh(compared, repo, **env)
     sh(comment, repo, **env)
     assert not (tmp_path / "gh").exists()  # nothing changed, nothing to say
@@ -483,10 +496,11 @@ def test_every_command_of_the_recipes_runs(repo: Path) -> None:
     git(repo, "rm", "-q", "plans/policy.plan.json")
     git(repo, "commit", "-q", "-m", "Without the plan")
     commands = blocks(RECIPES, "sh")
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         sh(command, repo)
     assert "plans/policy.plan.json" in git(repo, "ls-files")
+    assert len(list((repo.parent / "shared").rglob("*.json"))) == 2
 
 
 def test_yaml_of_the_recipes_fits_what_it_names() -> None:

@@ -13,9 +13,19 @@ import msgspec
 import typer
 
 from m2ncompile.build import Built, build
-from m2ncompile.cli.common import CacheOption, JsonOption, print_json, size, store_at
+from m2ncompile.cli.common import (
+    CacheOption,
+    JsonOption,
+    RemoteOption,
+    cache_trouble,
+    print_json,
+    remote_at,
+    size,
+    spec_files,
+    store_at,
+)
 from m2ncompile.cli.progress import progress_bar
-from m2ncompile.errors import M2nCompileError, SpecError, StoreError
+from m2ncompile.errors import M2nCompileError, StoreError
 from m2ncompile.locking import plan_beside
 from m2ncompile.spec import load_spec
 from m2ncompile.store import Store
@@ -57,37 +67,60 @@ def build_command(
         bool, typer.Option("--verbose", "-v", help="Say why a plan was not in the store.")
     ] = False,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Neither read nor write the store.")
+        bool, typer.Option("--no-cache", help="Neither read nor write any store.")
     ] = False,
     cache: CacheOption = None,
+    remote: RemoteOption = None,
+    push: Annotated[
+        bool,
+        typer.Option("--push", help="Upload the plans that the remote store did not have."),
+    ] = False,
+    require_cache: Annotated[
+        bool,
+        typer.Option(
+            "--require-cache",
+            help="Stop with exit code 2 where a store, local or remote, can't be read or written, "
+            "or a remote plan is refused, in place of a warning.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Compile specs to plans. A plan whose inputs are known comes from the store.
+    """Compile specs to plans. A plan whose inputs are known comes from the store, or the remote.
 
     With several specs, one that fails does not stop the rest; the exit code is 2.
     """
     if locked and frozen:
         raise typer.BadParameter("--locked and --frozen exclude each other")
-    specs = _specs(specs)
+    if no_cache and (push or require_cache):
+        raise typer.BadParameter("--no-cache excludes --push and --require-cache")
+    if push and (locked or frozen):
+        raise typer.BadParameter("--locked and --frozen write nothing: they exclude --push")
+    if push and not remote:
+        raise typer.BadParameter("--push needs --remote or M2NCOMPILE_REMOTE")
+    specs = spec_files(specs)
     store = None if no_cache else store_at(cache)
+    shared = None if no_cache or frozen else remote_at(remote)
+    if push and shared is not None:
+        shared.check_writable()
+    trouble = cache_trouble(require_cache)
     if locked or frozen:
         from m2ncompile.cli.locked import check_plans
 
-        check_plans(specs, output, store, frozen=frozen, json=json)
+        check_plans(specs, output, store, shared, trouble, frozen=frozen, json=json)
         return
     results: list[dict[str, Any]] = []
     failed = False
     for spec in specs:
         try:
             with progress_bar(spec.name) as progress:
-                built = build(spec, store, progress)
+                built = build(spec, store, progress, remote=shared, push=push, trouble=trouble)
             written = _write(built, spec, output, several=len(specs) > 1)
         except M2nCompileError as error:
+            if require_cache and isinstance(error, StoreError):
+                raise
             print(f"error: {error}", file=sys.stderr)
             failed = True
             continue
-        if built.warning:
-            print(f"warning: the plan is not stored: {built.warning}", file=sys.stderr)
         result = _result(spec, built, written)
         results.append(result)
         why = _miss(spec, built, store) if verbose else []
@@ -101,17 +134,6 @@ def build_command(
         print_json("m2ncompile.build/1", {"plans": results})
     if failed:
         raise typer.Exit(2)
-
-
-def _specs(given: list[Path]) -> list[Path]:
-    """Files as they are, folders as the specs in them."""
-    found: list[Path] = []
-    for path in given:
-        inside = sorted(path.glob("*.toml")) if path.is_dir() else [path]
-        if not inside:
-            raise SpecError(f"{path}: the folder holds no spec (*.toml)")
-        found += inside
-    return found
 
 
 def _miss(spec: Path, built: Built, store: Store | None) -> list[str]:
@@ -149,6 +171,8 @@ def _result(spec: Path, built: Built, written: Path | None) -> dict[str, Any]:
         "spec": str(spec),
         "path": None if written is None else str(written),
         "cached": built.hit,
+        "from_remote": built.from_remote,
+        "pushed": built.pushed,
         "plan_digest": plan.digest,
         "program_digest": plan.digests.program,
         "source_digest": plan.digests.source,
@@ -161,7 +185,8 @@ def _result(spec: Path, built: Built, written: Path | None) -> dict[str, Any]:
 def _print(result: dict[str, Any], built: Built) -> None:
     total = result["nbytes"]
     received = result["wire_bytes_per_worker"]
-    lines = [f"{result['spec']}: {result['model']}" + (" (cached)" if built.hit else "")]
+    origin = " (from remote)" if built.from_remote else " (cached)" if built.hit else ""
+    lines = [f"{result['spec']}: {result['model']}{origin}"]
     for route in result["routes"]:
         share = 100 * route["nbytes"] / total
         lines.append(
@@ -180,4 +205,6 @@ def _print(result: dict[str, Any], built: Built) -> None:
         f"  complete      {result['complete_digest'] or '(not expressible by vLLM)'}",
         f"  written to    {result['path'] or '(not written)'}",
     ]
+    if built.pushed:
+        lines.append("  pushed        it is in the remote store")
     print("\n".join(lines))

@@ -11,11 +11,14 @@ import msgspec
 import typer
 
 from m2ncompile.cli.common import CacheOption, JsonOption, print_json, size, store_at
+from m2ncompile.cli.share import pull_command, push_command
 from m2ncompile.errors import CheckError
 
 __all__ = ["cache_app"]
 
-cache_app = typer.Typer(help="Look at and clean the store of plans.", no_args_is_help=True)
+cache_app = typer.Typer(help="Look at, clean and share the store of plans.", no_args_is_help=True)
+cache_app.command("push")(push_command)
+cache_app.command("pull")(pull_command)
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400}

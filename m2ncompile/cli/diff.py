@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,17 @@ import msgspec
 import typer
 
 from m2ncompile.build import build
-from m2ncompile.cli.common import CacheOption, JsonOption, console, print_json, size, store_at
+from m2ncompile.cli.common import (
+    CacheOption,
+    JsonOption,
+    RemoteOption,
+    cache_trouble,
+    console,
+    print_json,
+    remote_at,
+    size,
+    store_at,
+)
 from m2ncompile.cli.progress import progress_bar
 from m2ncompile.errors import CheckError, Problem
 from m2ncompile.opening import open_plan
@@ -38,6 +47,7 @@ def diff_command(
         bool, typer.Option("--markdown", help="Print a comment for a pull request.")
     ] = False,
     cache: CacheOption = None,
+    remote: RemoteOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say what changed between two plans, first of all whether they run the same program.
@@ -51,7 +61,7 @@ def diff_command(
     if json and markdown:
         raise typer.BadParameter("--json and --markdown exclude each other")
     gates = None if fail_on is None else parse_gates(fail_on)
-    one, other = (_plan(reference, cache) for reference in (before, after))
+    one, other = (_plan(reference, cache, remote) for reference in (before, after))
     check_comparable(one, other)
     difference = compare(one, other)
     trips = tripped(difference, gates or ())
@@ -70,14 +80,18 @@ def diff_command(
         raise typer.Exit(1)
 
 
-def _plan(reference: str, cache: Path | None) -> Plan:
+def _plan(reference: str, cache: Path | None, remote: str | None) -> Plan:
     if not reference.endswith(".toml") or "://" in reference:
-        return open_plan(reference, cache)
+        return open_plan(reference, cache, remote)
     spec = Path(reference)
     with progress_bar(spec.name) as progress:
-        built = build(spec, store_at(cache), progress)
-    if built.warning:
-        print(f"warning: the plan is not stored: {built.warning}", file=sys.stderr)
+        built = build(
+            spec,
+            store_at(cache),
+            progress,
+            remote=remote_at(remote),
+            trouble=cache_trouble(required=False),
+        )
     return built.plan
 
 

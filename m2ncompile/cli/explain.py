@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, print_json, size
+from m2ncompile.cli.common import (
+    CacheOption,
+    JsonOption,
+    PlanArgument,
+    RemoteOption,
+    print_json,
+    size,
+)
 from m2ncompile.cli.text import placement_text
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import PlanError, nearest
@@ -27,10 +34,11 @@ def explain_command(
     plan: PlanArgument,
     tensor: Annotated[str, typer.Argument(metavar="TENSOR", help="The tensor's checkpoint name.")],
     cache: CacheOption = None,
+    remote: RemoteOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say where each piece of a tensor comes from and goes to, and why by this route."""
-    document = _document(open_plan(plan, cache), tensor)
+    document = _document(open_plan(plan, cache, remote), tensor)
     if json:
         print_json("m2ncompile.explain/1", document)
     else:

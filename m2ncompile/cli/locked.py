@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import typer
 
+from m2ncompile.build import Trouble
 from m2ncompile.cli.common import print_json
 from m2ncompile.cli.diff import print_difference
 from m2ncompile.cli.progress import progress_bar
@@ -17,13 +18,21 @@ from m2ncompile.diff import Difference
 from m2ncompile.diff.words import headline
 from m2ncompile.errors import CheckError, M2nCompileError
 from m2ncompile.locking import check_frozen, check_locked, plan_beside, stale_error
+from m2ncompile.remote import Remote
 from m2ncompile.store import Store
 
 __all__ = ["check_plans"]
 
 
 def check_plans(
-    specs: Sequence[Path], output: Path | None, store: Store | None, *, frozen: bool, json: bool
+    specs: Sequence[Path],
+    output: Path | None,
+    store: Store | None,
+    remote: Remote | None,
+    trouble: Trouble,
+    *,
+    frozen: bool,
+    json: bool,
 ) -> None:
     """Checks every spec's plan, then exits with 2 for a bad input, else with 1 for a stale plan."""
     results: list[dict[str, Any]] = []
@@ -32,7 +41,14 @@ def check_plans(
         path = plan_beside(spec, output, several=len(specs) > 1)
         result: dict[str, Any] = {"spec": str(spec), "path": str(path), "fresh": False}
         try:
-            stale = _frozen(spec, path, result) if frozen else _locked(spec, path, store, result)
+            if frozen:
+                stale = _frozen(spec, path, result)
+            else:
+                with progress_bar(spec.name) as progress:
+                    difference = check_locked(
+                        spec, path, store, progress, remote=remote, trouble=trouble
+                    )
+                stale = _locked(spec, path, difference, result)
             if stale is not None:
                 raise stale
             result["fresh"] = True
@@ -56,10 +72,8 @@ def check_plans(
 
 
 def _locked(
-    spec: Path, path: Path, store: Store | None, result: dict[str, Any]
+    spec: Path, path: Path, difference: Difference | None, result: dict[str, Any]
 ) -> CheckError | None:
-    with progress_bar(spec.name) as progress:
-        difference = check_locked(spec, path, store, progress)
     result["inputs"] = () if difference is None else difference.inputs
     result["difference"] = difference
     if difference is None:

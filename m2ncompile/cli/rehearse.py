@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, console, print_json, size
+from m2ncompile.cli.common import (
+    CacheOption,
+    JsonOption,
+    PlanArgument,
+    RemoteOption,
+    console,
+    print_json,
+    size,
+)
 from m2ncompile.cli.progress import progress_bar
 from m2ncompile.errors import CheckError, PlanError, Problem
 from m2ncompile.families import number_range
@@ -45,6 +53,7 @@ def rehearse_command(
         ),
     ] = None,
     cache: CacheOption = None,
+    remote: RemoteOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a plan between real processes on this machine, and compare with the model's own loaders.
@@ -54,7 +63,7 @@ def rehearse_command(
     compares its module bit by bit with one that loaded the same weights as usual.
     Exit code 1 when something differs or fails.
     """
-    opened = open_plan(plan, cache)
+    opened = open_plan(plan, cache, remote)
     name = opened.inputs.model.name
     ranks = opened.inputs.trainer.ranks + opened.inputs.engine.workers
     if prepare is not None:

@@ -11,7 +11,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from m2ncompile.cli.common import CacheOption, JsonOption, PlanArgument, print_json, size
+from m2ncompile.cli.common import (
+    CacheOption,
+    JsonOption,
+    PlanArgument,
+    RemoteOption,
+    print_json,
+    size,
+)
 from m2ncompile.errors import StoreError
 from m2ncompile.opening import open_plan
 
@@ -31,13 +38,14 @@ def report_command(
         typer.Option("-o", "--output", help="The page's file (default: PLAN's, .report.html)."),
     ] = None,
     cache: CacheOption = None,
+    remote: RemoteOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write a plan as one HTML page that works offline: routes, traffic, every tensor's shards."""
     from m2ncompile.report import page, report
 
-    opened = open_plan(plan, cache)
-    before = None if against is None else open_plan(against, cache)
+    opened = open_plan(plan, cache, remote)
+    before = None if against is None else open_plan(against, cache, remote)
     made = report(opened, before)
     text = page(made).encode()
     path = output or _beside(plan, opened.digest)

@@ -10,6 +10,7 @@ from m2ncompile.cli.common import (
     CacheOption,
     JsonOption,
     PlanArgument,
+    RemoteOption,
     console,
     print_json,
     size,
@@ -27,9 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["show_command"]
 
 
-def show_command(plan: PlanArgument, cache: CacheOption = None, json: JsonOption = False) -> None:
+def show_command(
+    plan: PlanArgument,
+    cache: CacheOption = None,
+    remote: RemoteOption = None,
+    json: JsonOption = False,
+) -> None:
     """Show what a plan does: inputs, routes with reasons, tensors by family."""
-    opened = open_plan(plan, cache)
+    opened = open_plan(plan, cache, remote)
     if json:
         print_json("m2ncompile.show/1", _document(opened))
     else:

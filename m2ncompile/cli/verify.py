@@ -12,6 +12,7 @@ from m2ncompile.cli.common import (
     CacheOption,
     JsonOption,
     PlanArgument,
+    RemoteOption,
     console,
     print_json,
 )
@@ -32,13 +33,14 @@ def verify_command(
         typer.Option(help="The folder of the model that the plan was made from."),
     ],
     cache: CacheOption = None,
+    remote: RemoteOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a plan on real data at reduced dims and compare with the model's own loaders.
 
     Exit code 1 when something differs.
     """
-    opened = open_plan(plan, cache)
+    opened = open_plan(plan, cache, remote)
     from m2ncompile.verify import verify
 
     with progress_bar(opened.inputs.model.name) as progress:
