@@ -23,6 +23,7 @@ from m2ncompile.locking import check_frozen, plan_beside
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.spec import load_spec
+from tests.browsers import launched
 from tests.plans import make_plan
 from tests.repositories import blocks, git, listing, sh
 from tests.test_cli import COMMAND, SPEC, core_files, run
@@ -163,6 +164,20 @@ def test_story(repo: Path) -> None:
     assert "| `model.config` |" in text
     assert "| `model.layers.2.*` | 11 |" in text
     assert "dim 0 / 2 | dim 0 / 4 |" in text
+
+    page = plans.parent / "report.html"
+    shutil.copy(plan, page.with_name("before.plan.json"))
+    run("build", spec, "-o", page.with_name("after.plan.json"))
+    after, before_plan = page.with_name("after.plan.json"), page.with_name("before.plan.json")
+    run("report", after, "--against", before_plan, "-o", page)
+    with launched() as browser:
+        shown = browser.new_page()
+        shown.goto(page.as_uri())
+        shown.wait_for_selector("html[data-ready]", state="attached")
+        assert "3 inputs changed" in shown.inner_text("#changes")
+        shown.fill("#query", "model.layers.2.mlp.down_proj")
+        shown.press("#query", "Enter")
+        assert "on the trainer: dim 0 / 4" in shown.inner_text("#tensor")
 
     # The difference built it into the store: from here on it is a hit.
     document = json.loads(run("build", "--locked", spec, "--json", code=1).stdout)

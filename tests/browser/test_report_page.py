@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from m2ncompile.layout import shard_box
 from m2ncompile.pieces import pieces
@@ -22,43 +20,19 @@ from m2ncompile.plan_check import layouts_of, load
 from m2ncompile.report import Report, report
 from m2ncompile.report import page as make_page
 from m2ncompile.report.records import Move, Shard
+from tests.browsers import executable, launched
 from tests.plans import make_inputs, make_plan
 from tests.test_split import destination, plan_in_parts
 
 PLANS = Path(__file__).parents[2] / "plans"
-NAMES = ("chromium", "google-chrome", "chromium-browser")
-ARGUMENTS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 #: Elements of a page with all that can be open; a row or cell for each tensor would be more.
 MOST_NODES = 1500
 
 
-def executable() -> str:
-    """The browser that M2NCOMPILE_BROWSER names, which has to be there, else one that is found."""
-    named = os.environ.get("M2NCOMPILE_BROWSER")
-    if named is not None:
-        if not os.access(named, os.X_OK):
-            pytest.fail(f"M2NCOMPILE_BROWSER: no executable {named!r}")
-        return named
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip("no browser: apt-get install chromium, or name one in M2NCOMPILE_BROWSER")
-    return found
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = executable()
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+    with launched() as opened:
         yield opened
-        opened.close()
 
 
 Show = Callable[..., Page]
