@@ -171,15 +171,38 @@ def _sent_as_held(
 
 
 def in_place(
-    plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer, d: PlanDestination
+    plan: Plan,
+    layouts: Sequence[Layout],
+    transfer: PlanTransfer,
+    carried: Sequence[PlanDestination],
+    rank: int,
 ) -> bool:
-    """Whether what a transfer brings of `d` alone can be received where it goes."""
-    wire = plan.geometries[plan.wires[d.wire].geometry]
-    if d.landing is None:
-        return transfer.part is None or prod(wire.shape[: transfer.part.dim]) == 1
-    param = plan.geometries[plan.params[plan.landings[d.landing].param].geometry]
-    rank = layouts[d.layout].mesh.start
-    return param.dtype == wire.dtype and contiguous(landed_view(plan, layouts, transfer, d, rank))
+    """Whether what a transfer brings a worker, for `carried`, can be received where it goes.
+
+    Several are when they follow each other in one parameter, as the experts of a layer do.
+    """
+    first = carried[0]
+    wire = plan.geometries[plan.wires[first.wire].geometry]
+    if first.landing is None:  # a stack of what falls back has memory of its own
+        part = transfer.part
+        return part is None or prod(wire.shape[: part.dim]) == 1
+    param = plan.landings[first.landing].param
+    if plan.geometries[plan.params[param].geometry].dtype != wire.dtype:
+        return False
+    view = landed_view(plan, layouts, transfer, first, rank)
+    if not contiguous(view):
+        return False
+    expected, numel = view.offset, prod(view.shape)
+    for d in carried:
+        if d.landing != first.landing:
+            if d.landing is None or plan.landings[d.landing].param != param:
+                return False
+            if not contiguous(landed_view(plan, layouts, transfer, d, rank)):
+                return False
+        if d.offset_at(rank - layouts[d.layout].mesh.start) != expected and len(carried) > 1:
+            return False
+        expected += numel
+    return True
 
 
 def _unpacked(
@@ -195,13 +218,11 @@ def _unpacked(
             d = plan.destinations[index]
             by_layout[d.layout].append(d)
         for layout, carried in by_layout.items():
-            ranks, fallback = layouts[layout].mesh.ranks, carried[0].route == "fallback"
-            if fallback:
-                whole.update({rank: size for rank in ranks})
-            if in_place(plan, layouts, transfer, carried[0]) if len(carried) == 1 else fallback:
-                continue
-            for rank in ranks:
-                found[rank][leg.dtype] = max(found[rank][leg.dtype], size)
+            for rank in layouts[layout].mesh.ranks:
+                if carried[0].route == "fallback":
+                    whole[rank] += size
+                if not in_place(plan, layouts, transfer, carried, rank):
+                    found[rank][leg.dtype] = max(found[rank][leg.dtype], size)
     return found, whole
 
 

@@ -18,7 +18,7 @@ from m2ncompile.compile.split import split
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape, shard_box
-from m2ncompile.plan import Plan
+from m2ncompile.plan import Plan, PlanTransfer
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.bind_worker import form_of
 from m2ncompile.runtime.shards import Held, held_as_planned
@@ -92,6 +92,32 @@ def varied_plan(
     groups = coalesce(infos, destinations, inputs.limits)
     transfers = split(infos, destinations, groups, inputs.limits)
     return assemble(inputs, infos, sources * 2, destinations, transfers)
+
+
+def experts_plan(experts: int, route: Route = "reload", stage_bytes: int = 1 << 28) -> Plan:
+    """Gate, up and down of each, listed as checkpoints do; two workers have half of every one."""
+    source, workers = Layout(Mesh((2, 1), 0), (0, REPLICATE)), Mesh((1, 2), 2)
+    gates = Param("experts.w13", "bfloat16", (experts, 8, 6))
+    downs = Param("experts.w2", "bfloat16", (experts, 6, 4))
+    reason = None if route == "direct" else REASON
+    infos, destinations = [], []
+    for expert in sorted(range(experts), key=str):
+        for name, place, shape, dim in (
+            ("down", 0, (6, 8), 1),
+            ("gate", 0, (8, 6), 0),
+            ("up", 24, (8, 6), 0),
+        ):
+            param, size = (downs, 24) if name == "down" else (gates, 48)
+            landing = Landing(param, (expert * size + place,), ((24, 1),))
+            layout = Layout(workers, (REPLICATE, dim))
+            wire = Wire(0, shape, source)
+            destinations.append(Destination(len(infos), wire, route, layout, landing, reason))
+            infos.append(TensorInfo(f"layers.0.experts.{expert}.{name}", "bfloat16", shape))
+    limits = Limits(stage_bytes=stage_bytes)
+    inputs = msgspec.structs.replace(make_inputs(), limits=limits)
+    groups = coalesce(infos, destinations, limits)
+    transfers = [PlanTransfer(group) for group in groups]
+    return assemble(inputs, infos, [source] * len(infos), destinations, transfers)
 
 
 def _twin(d: Destination, tensor: int) -> Destination:

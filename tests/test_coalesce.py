@@ -12,6 +12,7 @@ from m2ncompile.compile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
 from m2ncompile.stacking import stacked
+from tests.runs import experts_plan
 
 SOURCE = Layout(Mesh((2, 1), 0), (0, REPLICATE))
 SPLIT = Layout(Mesh((1, 2), 2), (REPLICATE, 0))
@@ -97,6 +98,19 @@ def test_experts_are_spread_over_their_ranks() -> None:
     ((*names,),) = case.groups()
     assert names == [
         f"layers.0.experts.{expert}.{name}" for expert in range(8) for name in ("gate", "up")
+    ]
+
+
+def test_a_stack_is_in_the_order_in_which_it_lies_in_its_parameter() -> None:
+    """However the checkpoint lists it: 10 comes before 2 there."""
+    plan = experts_plan(12)
+    names = [
+        [plan.tensors[plan.destinations[d].tensor].name for d in t.destinations]
+        for t in plan.transfers
+    ]
+    assert [[name.removeprefix("layers.0.experts.") for name in group] for group in names] == [
+        [f"{expert}.down" for expert in range(12)],
+        [f"{expert}.{name}" for expert in range(12) for name in ("gate", "up")],
     ]
 
 

@@ -19,7 +19,7 @@ from m2ncompile.runtime.bind_worker import WorkerBinding, bind_worker
 from m2ncompile.runtime.shards import held_as_planned as held_of
 from m2ncompile.runtime.transports.m2n import pool_bytes
 from m2ncompile.staging import BUFFERS, Reloading, staging_of
-from tests.runs import DictTarget, params_of, varied_plan
+from tests.runs import DictTarget, experts_plan, params_of, varied_plan
 
 seeds = st.integers(0, 10_000)
 
@@ -57,6 +57,52 @@ def test_it_is_what_a_run_is_bound_to(seed: int, keeping: bool) -> None:
             if receive is not None and receive.route == "fallback":
                 whole += nbytes(leg.dtype, leg.received_shape)
         assert stated[2 + worker].whole == whole
+
+
+@pytest.mark.parametrize("stage_bytes", [1 << 28, 100])
+def test_what_follows_each_other_in_a_parameter_is_received_there(stage_bytes: int) -> None:
+    plan = experts_plan(12, stage_bytes=stage_bytes)
+    binding = bind_worker(plan, DictTarget(params_of(plan, 0)), 2)
+    stacks = [one for one in binding.receives if one is not None]
+    assert all(len(one.parts) > 1 and not one.apart for one in stacks)
+    assert plan.staging[2].unpacked == 0 and not binding.apart_numel
+
+
+def test_what_does_not_is_received_apart() -> None:
+    """A gap, another order, another parameter, another dtype."""
+    plan = experts_plan(3)
+
+    def unpacked(**changed: object) -> int:
+        d = plan.destinations[plan.transfers[0].destinations[1]]
+        index = plan.destinations.index(d)
+        other = msgspec.structs.replace(d, **changed)
+        destinations = (*plan.destinations[:index], other, *plan.destinations[index + 1 :])
+        changed_plan = msgspec.structs.replace(plan, destinations=destinations)
+        return staging_of(changed_plan, Reloading())[2].unpacked
+
+    d = plan.destinations[plan.transfers[0].destinations[1]]
+    assert isinstance(d.offset, int) and unpacked() == 0
+    stack = BUFFERS * 3 * 24 * 2
+    assert unpacked(offset=d.offset + 1) == stack
+    assert unpacked(offset=d.offset + 24) == stack
+    gates = plan.destinations[plan.transfers[1].destinations[0]]
+    assert unpacked(landing=gates.landing) == stack
+    first, *rest = plan.transfers
+    turned = (type(first)(first.destinations[::-1]), *rest)
+    turned_plan = msgspec.structs.replace(plan, transfers=turned)
+    assert staging_of(turned_plan, Reloading())[2].unpacked == stack
+    params = tuple(
+        msgspec.structs.replace(p, geometry=len(plan.geometries) + i)
+        for i, p in enumerate(plan.params)
+    )
+    geometries = (
+        *plan.geometries,
+        *(msgspec.structs.replace(plan.geometries[p.geometry], dtype=1) for p in plan.params),
+    )
+    converted = msgspec.structs.replace(
+        plan, params=params, geometries=geometries, dtypes=("bfloat16", "float32")
+    )
+    assert staging_of(converted, Reloading())[2].unpacked == BUFFERS * 6 * 24 * 2
 
 
 @given(seeds)

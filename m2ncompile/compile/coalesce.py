@@ -40,11 +40,28 @@ def coalesce(
         where = "one rank" if one_rank else d.layout
         groups[tensor.dtype, d.wire.shape, d.wire.source, where, d.route, layer].append(index)
     found: list[tuple[int, tuple[int, ...]]] = []
-    for key, group in groups.items():
+    for key, unordered in groups.items():
+        group = _as_they_land(destinations, unordered)
         across = isinstance(key, tuple) and key[-1] is None
         for part in _parts(tensors, destinations, group, limits):
             found.append((max(part) if across else min(part), part))
     return tuple(part for _, part in sorted(found))
+
+
+def _as_they_land(destinations: Sequence[Destination], group: Sequence[int]) -> list[int]:
+    """Parameter by parameter, in the order of their places there.
+
+    What follows each other there is received there, without a copy.
+    """
+    seen: dict[str, int] = {}
+
+    def place(index: int) -> tuple[int, tuple[int, ...]]:
+        landing = destinations[index].landing
+        if landing is None:
+            return index, ()
+        return seen.setdefault(landing.param.name, index), landing.offsets
+
+    return sorted(group, key=place)
 
 
 def _layer(name: str) -> str:

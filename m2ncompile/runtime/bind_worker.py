@@ -49,8 +49,8 @@ class Part(msgspec.Struct, frozen=True):
 class Receive(msgspec.Struct, frozen=True):
     """This rank's part of one leg: one tensor, or several that are stacked.
 
-    What arrives is row-major. It is received `apart` and copied where it is for
-    several places, or for one that is no contiguous run in its order, or of another dtype.
+    What arrives is row-major. It is received `apart` and copied unless all of it goes to one
+    contiguous run of a parameter, in its order and of its dtype.
     `last` where nothing more of it follows.
     """
 
@@ -111,10 +111,7 @@ def bind_worker(plan: Plan, target: Target, rank: int) -> WorkerBinding:
             continue
         route = carried[0].route
         parts = tuple(_part(plan, layouts, transfer, d, rank) for d in carried)
-        if len(parts) > 1:
-            copied = route != "fallback"
-        else:
-            copied = not in_place(plan, layouts, transfer, carried[0])
+        copied = not in_place(plan, layouts, transfer, carried, rank)
         last = transfer.part is None or _whole(plan, carried[0])[transfer.part.dim] == (
             transfer.part.start + transfer.part.size
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import prod
 
 import torch
 
@@ -213,7 +214,8 @@ class Worker:
             # Legs are settled one behind: two buffers are enough if they alternate by leg.
             apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")][leg % 2]
             return apart[: torch.Size(shape).numel()].view(shape)
-        return place.view(shape)
+        # Of several parts, the first is where the run begins.
+        return place.as_strided(shape, _row_major(shape), place.storage_offset())
 
     def _partial(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """A tensor that falls back and arrives in parts, and the place in it of this one."""
@@ -228,6 +230,10 @@ class Worker:
     def close(self) -> None:
         """Ends the run for this rank."""
         self._session.close()
+
+
+def _row_major(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Wire
+from m2ncompile.compile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh
@@ -28,6 +28,7 @@ from tests.runs import (
     GivenShards,
     assert_same,
     expect,
+    experts_plan,
     failures,
     params_of,
     together,
@@ -102,6 +103,12 @@ def test_stacks_give_what_their_transfers_deliver(seed: int) -> None:
     plan = varied_plan(seed, workers=workers, tensors=9, stacked=True)
     assert any(len(transfer.destinations) > 1 for transfer in plan.transfers)
     Run(plan).check_syncs([1, 2])
+
+
+@pytest.mark.parametrize("route", ["direct", "reload"])
+@pytest.mark.parametrize("stage_bytes", [1 << 28, 100])
+def test_experts_received_where_they_lie(route: Route, stage_bytes: int) -> None:
+    Run(experts_plan(12, route, stage_bytes)).check_syncs((1, 2))
 
 
 def test_the_varied_plans_have_every_route_and_form() -> None:
