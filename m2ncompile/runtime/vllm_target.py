@@ -181,7 +181,11 @@ def _unwrapped(loader: Any) -> Any:
 
 
 def _take_whole(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-    """A loader whose weight is the parameter."""
+    """A loader whose weight is the parameter.
+
+    It is copied, though it lies as the parameter does: what processing keeps of it (an expert's
+    bias in a kernel's configuration) must not be staging memory, which is used again.
+    """
     param.data.copy_(loaded_weight)
 
 
