@@ -36,7 +36,14 @@ def _plan(plan: Plan | str | Path) -> Plan:
     return plan if isinstance(plan, Plan) else open_plan(plan)
 
 
-def transport_of(name: str, store: Store, rank: int, world: int, device: torch.device) -> Transport:
+def transport_of(
+    name: str,
+    store: Store,
+    rank: int,
+    world: int,
+    device: torch.device,
+    unique_id: str | None = None,
+) -> Transport:
     """A transport by name. One that there is not says so in `prepare`, where all ranks hear it."""
     if name == "torch":
         from m2ncompile.runtime.transports.torch import TorchTransport
@@ -45,7 +52,7 @@ def transport_of(name: str, store: Store, rank: int, world: int, device: torch.d
     if name == "m2n":
         from m2ncompile.runtime.transports.m2n import M2nTransport
 
-        return M2nTransport(store, rank, world, device)
+        return M2nTransport(store, rank, world, device, unique_id=unique_id)
     from m2ncompile.runtime.transports.absent import AbsentTransport
 
     return AbsentTransport(f'there is no transport "{name}"; known: m2n, torch')
@@ -79,6 +86,7 @@ def trainer(
     transport: str = "torch",
     timeout: float = TIMEOUT,
     worker_plan: str | None = None,
+    nccl_unique_id_b64: str | None = None,
     stock: bool = False,
 ) -> Trainer | DrivenTrainer:
     """This trainer rank's end of a run; all trainer ranks and all workers make theirs at once.
@@ -88,8 +96,9 @@ def trainer(
     torch.distributed's where it is not given. Shards lie on `device`. With a `client` of
     vLLM's (HTTP, Ray, or any object with its four methods), given on every rank, rank 0 also
     drives the engine: its workers get the plan, unless `worker_plan` is where they find it,
-    and every `send` is a whole update there. With `stock` its workers run vLLM's own
-    `nccl_m2n` backend, and the plan is one of the `vllm` resolver.
+    and every `send` is a whole update there. `nccl_unique_id_b64` is for `transport="m2n"`: an
+    id that all ranks have already, where rank 0 is not to make one. With `stock` its workers run
+    vLLM's own `nccl_m2n` backend, and the plan is one of the `vllm` resolver.
 
     Raises PlanError or StoreError for the plan, and RunError, the same on all ranks,
     for whatever keeps any of them from starting.
@@ -117,6 +126,8 @@ def trainer(
 
         if client is None:
             raise RunError("stock workers take part in a sync from inside of a client's calls")
+        if nccl_unique_id_b64 is not None:
+            raise RunError("stock workers meet at the address, and get NCCL's id there")
         host, port = split_address(address)
         session = StockSession(client, host, port, rank, timeout, where)
         return Trainer.over(session, lambda: found, shards_of(source, trainers, where), where)
@@ -127,7 +138,7 @@ def trainer(
             lambda: found,
             shards_of(source, trainers, where),
             StoreControl(store, rank, world),
-            transport_of(transport, store, rank, world, where),
+            transport_of(transport, store, rank, world, where, nccl_unique_id_b64),
             trainers=trainers,
             timeout=timeout,
             device=where,
@@ -138,7 +149,7 @@ def trainer(
         return construct(None)
     return DrivenTrainer(
         construct,
-        worker_init_info(found, address, transport, timeout, worker_plan),
+        worker_init_info(found, address, transport, timeout, worker_plan, nccl_unique_id_b64),
         Driver(client) if rank == 0 else None,
         StoreControl(store, rank, trainers, "m2ncompile/trainers"),
         timeout,
@@ -153,6 +164,7 @@ def worker(
     rank: int,
     transport: str = "torch",
     timeout: float = TIMEOUT,
+    nccl_unique_id_b64: str | None = None,
 ) -> Worker:
     """Worker `rank`'s end of a run, counted from 0 among workers. As `trainer`.
 
@@ -170,7 +182,7 @@ def worker(
         lambda: found,
         target,
         StoreControl(store, place, world),
-        transport_of(transport, store, place, world, target.device),
+        transport_of(transport, store, place, world, target.device, nccl_unique_id_b64),
         trainers=trainers,
         timeout=timeout,
     )

@@ -92,6 +92,7 @@ def worker_init_info(
     transport: str,
     timeout: float,
     reference: str | None = None,
+    nccl_unique_id_b64: str | None = None,
 ) -> dict[str, Any]:
     """What vLLM's workers are told: where to meet, and the plan or where they find it."""
     host, port = split_address(address)
@@ -105,4 +106,5 @@ def worker_init_info(
         "timeout": timeout,
         "plan_digest": plan.digest,
         **found,
+        **({} if nccl_unique_id_b64 is None else {"nccl_unique_id_b64": nccl_unique_id_b64}),
     }

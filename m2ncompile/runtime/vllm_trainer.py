@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
@@ -30,6 +30,7 @@ class PlanTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     transport: str = "torch"
     device: str = "cpu"
     timeout: float = api.TIMEOUT
+    nccl_unique_id_b64: str | None = field(default=None, repr=False)
 
 
 class PlanTrainerWeightTransferEngine(TrainerWeightTransferEngine[PlanTrainerInitInfo]):  # type: ignore[misc]
@@ -58,6 +59,7 @@ class PlanTrainerWeightTransferEngine(TrainerWeightTransferEngine[PlanTrainerIni
             transport=init_info.transport,
             timeout=init_info.timeout,
             worker_plan=init_info.worker_plan,
+            nccl_unique_id_b64=init_info.nccl_unique_id_b64,
         )
         assert isinstance(trainer, DrivenTrainer)  # there is a client
         return cls(client=client, source=source, rank=init_info.rank, trainer=trainer)

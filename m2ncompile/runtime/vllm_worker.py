@@ -50,6 +50,7 @@ class PlanInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     plan_digest: str | None = None
     transport: str = "torch"
     timeout: float = TIMEOUT
+    nccl_unique_id_b64: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if (self.plan is None) == (self.plan_data is None):
@@ -108,7 +109,14 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
                 init_info.load,
                 VllmTarget(self.model, self.model_config, self.device, version),
                 StoreControl(store, rank, init_info.world_size),
-                transport_of(init_info.transport, store, rank, init_info.world_size, self.device),
+                transport_of(
+                    init_info.transport,
+                    store,
+                    rank,
+                    init_info.world_size,
+                    self.device,
+                    init_info.nccl_unique_id_b64,
+                ),
                 trainers=init_info.rank_offset,
                 timeout=init_info.timeout,
             )

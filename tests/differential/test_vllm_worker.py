@@ -81,6 +81,14 @@ class Peer:
         sent.result()
 
 
+def test_init_info_takes_all_that_workers_are_told(plan: Plan) -> None:
+    from m2ncompile.runtime.vllm_worker import PlanInitInfo
+
+    info = PlanInitInfo(**worker_init_info(plan, "127.0.0.1:1", "m2n", 1.0, "there", "secret"))
+    assert (info.plan, info.nccl_unique_id_b64) == ("there", "secret")
+    assert "secret" not in repr(info)
+
+
 @pytest.fixture
 def peer(plan: Plan, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Peer]]:
     from m2ncompile.runtime import vllm_target

@@ -57,6 +57,7 @@ def main() -> None:
     done, error = 0, None
     try:
         options = dict(address=address, transport="m2n", timeout=timeout)
+        options["nccl_unique_id_b64"] = os.environ.get("UNIQUE_ID")
         if rank < trainers:
             end = api.trainer(plan, shards, rank=rank, device=device, **options)
         else:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
 from m2ncompile.compile.routes import Destination, Landing, Param, Wire
+from m2ncompile.compile.split import split
 from m2ncompile.inventory import TensorInfo
-from m2ncompile.layout import REPLICATE, Layout, Mesh
+from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
 from m2ncompile.plan import Plan
 from tests.plans import make_inputs
-from tests.runs import varied_plan
+from tests.runs import experts_plan, varied_plan
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
@@ -38,7 +42,12 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def run_ranks(
-    folder: Path, plan: Plan, syncs: int, timeout: float = 60.0, dies: tuple[int, int] | None = None
+    folder: Path,
+    plan: Plan,
+    syncs: int,
+    timeout: float = 60.0,
+    dies: tuple[int, int] | None = None,
+    unique: Sequence[str] | None = None,
 ) -> list[dict[str, object] | None]:
     """What every rank said, None of one that died. `dies` is a rank, and its leg in sync 2."""
     path = folder / "plan.json"
@@ -53,6 +62,8 @@ def run_ranks(
         if dies is not None and dies[0] == rank:
             command.append(str(dies[1]))
         environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", **os.environ}
+        if unique is not None:
+            environment["UNIQUE_ID"] = unique[rank]
         ranks.append(
             subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -86,7 +97,7 @@ def test_every_kind_of_transfer(
     assert said == [{"done": 3, "error": None}] * (trainers + workers)
 
 
-def wide_plan(layers: int = 24) -> Plan:
+def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
     """Stacks of 8 MB between large tensors: both packing buffers are in use at once, again and
     again, and long after another was sent."""
     source = Layout(Mesh((2, 1), 0), (0, REPLICATE))
@@ -103,13 +114,45 @@ def wide_plan(layers: int = 24) -> Plan:
         landing = Landing(Param(info.name, info.dtype, local), (0,), ((rows * columns // 2, 1),))
         wire = Wire(0, info.shape, source)
         destinations.append(Destination(index, wire, "direct", layout, landing, None))
-    inputs = make_inputs(trainers=2, tp=2)
-    transfers = coalesce(infos, destinations, inputs.limits)
+    limits = Limits(stage_bytes=stage_bytes)
+    inputs = msgspec.structs.replace(make_inputs(trainers=2, tp=2), limits=limits)
+    groups = coalesce(infos, destinations, limits)
+    transfers = split(infos, destinations, groups, limits)
     return assemble(inputs, infos, [source] * len(infos), destinations, transfers)
 
 
 def test_no_buffer_is_used_while_it_is_in_use(tmp_path: Path) -> None:
     assert run_ranks(tmp_path, wide_plan(), syncs=4) == [{"done": 4, "error": None}] * 4
+
+
+def test_large_tensors_in_parts_and_experts_where_they_lie(tmp_path: Path) -> None:
+    plan = wide_plan(6, stage_bytes=1 << 23)
+    assert any(transfer.part is not None for transfer in plan.transfers)
+    for number, one in enumerate((plan, experts_plan(12), experts_plan(12, "direct", 200))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert run_ranks(folder, one, syncs=3) == [{"done": 3, "error": None}] * 4
+
+
+def test_an_id_that_was_shared_beforehand(tmp_path: Path) -> None:
+    plan = varied_plan(2)
+    unique = make_unique_id()
+    assert run_ranks(tmp_path, plan, syncs=2, unique=[unique] * 4) == (
+        [{"done": 2, "error": None}] * 4
+    )
+
+
+def test_ranks_with_other_ids_do_not_connect(tmp_path: Path) -> None:
+    unique = [make_unique_id(), make_unique_id()]
+    said = run_ranks(tmp_path, varied_plan(2), syncs=2, unique=[unique[0]] * 3 + unique[1:])
+    (error,) = {str(one["error"]) for one in said if one is not None}
+    assert "worker 1: its data plane is" in error and "no data was moved" in error
+
+
+def make_unique_id() -> str:
+    import nccl.core as nccl
+
+    return base64.b64encode(bytes(nccl.get_unique_id().as_bytes)).decode()
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from m2ncompile.errors import RunError
 from m2ncompile.runtime import api
+from m2ncompile.runtime.driver import worker_init_info
+from m2ncompile.runtime.transports.m2n import decoded_id
 from m2ncompile.verify.transfers import random_tensors
 from tests.runs import DictTarget, GivenShards, params_of, varied_plan
 
@@ -49,6 +53,21 @@ def test_a_plan_that_one_trainer_lacks(rank: int, tmp_path: Path) -> None:
         assert "other.json: no such file" in text
     agreed = {text for text in found if text.startswith("the run can't start; no data was moved")}
     assert len(agreed) == 1 and f"trainer {rank}: " in agreed.pop()
+
+
+@pytest.mark.parametrize("text", ["", "x", "AAAA", base64.b64encode(bytes(127)).decode()])
+def test_an_id_that_is_none(text: str) -> None:
+    with pytest.raises(RunError, match="base64 of the 128 bytes") as found:
+        decoded_id(text)
+    assert not text or text not in str(found.value)
+    assert decoded_id(base64.b64encode(bytes(range(128))).decode()) == bytes(range(128))
+
+
+def test_workers_are_told_the_id_of_the_trainers() -> None:
+    plan, unique = varied_plan(5), base64.b64encode(bytes(128)).decode()
+    info = worker_init_info(plan, "127.0.0.1:1", "m2n", 1.0, None, unique)
+    assert info["nccl_unique_id_b64"] == unique
+    assert "nccl_unique_id_b64" not in worker_init_info(plan, "127.0.0.1:1", "m2n", 1.0)
 
 
 def test_a_transport_that_one_rank_misspells(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ inside of one the communicator is dead.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import threading
@@ -31,10 +32,12 @@ from m2ncompile.staging import POOL_SLOTS
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["M2nTransport", "pool_bytes"]
+__all__ = ["M2nTransport", "decoded_id", "pool_bytes"]
 
 #: The first NCCL that NCCL M2N runs on.
 _NCCL = (2, 30, 5)
+#: `NCCL_UNIQUE_ID_BYTES`.
+_ID_BYTES = 128
 _POOL = "NCCL_RESHARD_PACK_BUFFSIZES"
 #: Legs whose end can be waited for by itself.
 _KEPT = 8
@@ -52,15 +55,35 @@ def pool_bytes(legs: Sequence[Leg]) -> int:
     )
 
 
+def decoded_id(text: str) -> bytes:
+    """NCCL's unique id. Raises RunError for what is none, without showing it: it is a secret."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        data = b""
+    if len(data) != _ID_BYTES:
+        raise RunError(f"nccl_unique_id_b64 must be base64 of the {_ID_BYTES} bytes of an NCCL id")
+    return data
+
+
 class M2nTransport:
-    """A communicator of its own. The unique id comes from rank 0 over `store`."""
+    """A communicator of its own. Where no unique id is given, it comes from rank 0 over `store`."""
 
     def __init__(
-        self, store: Store, rank: int, world: int, device: torch.device, pool: bool = True
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        device: torch.device,
+        pool: bool = True,
+        unique_id: str | None = None,
     ) -> None:
-        """`pool` is whether this run sets the size of NCCL M2N's staging pool."""
+        """`pool` is whether this run sets the size of NCCL M2N's staging pool.
+
+        `unique_id` is one of NCCL's that all ranks have already, in base64.
+        """
         self._store, self._rank, self._world = store, rank, world
-        self._device, self._pool = device, pool
+        self._device, self._pool, self._given = device, pool, unique_id
         self._comm: Any = None
         self._handle: Any = None
         self._legs: Sequence[Leg] = ()
@@ -92,6 +115,9 @@ class M2nTransport:
                 self._tensor(leg.dtype, leg.received_shape, leg.destination, None),
             )
         # Only `connect` needs it; who adopts a communicator has another.
+        if self._given is not None:
+            self._unique = decoded_id(self._given)
+            return
         if self._rank == 0:
             unique = bytes(self._nccl.get_unique_id().as_bytes)
             self._store.set("m2ncompile/unique_id", unique)
