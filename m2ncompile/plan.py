@@ -14,10 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from m2ncompile.compile.routes import Reason, Route
 from m2ncompile.errors import PlanError
 from m2ncompile.inventory.records import Missing
 from m2ncompile.layout import Limits, Mesh, Placements
+from m2ncompile.routes import Reason, Route
 from m2ncompile.spec import EngineSpec, ResolverSpec, TrainerSpec
 
 __all__ = [

@@ -6,11 +6,11 @@ from collections import Counter
 
 import msgspec
 
-from m2ncompile.compile.routes import Route
 from m2ncompile.dtypes import nbytes
 from m2ncompile.layout import local_shape
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.routes import Route
 from m2ncompile.staging import POOL_SLOTS
 
 __all__ = ["ReasonTotal", "RouteTotal", "Summary", "summarize"]

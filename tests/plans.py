@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import prod
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape
 from m2ncompile.plan import Inputs, ModelInput, Plan
+from m2ncompile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.spec import EngineSpec, ResolverSpec, TrainerSpec
 
 REASON = Reason("no-parameter", "no live parameter has this name")

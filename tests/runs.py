@@ -13,13 +13,13 @@ import torch
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Route, Wire
 from m2ncompile.compile.split import split
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape, shard_box
 from m2ncompile.plan import Plan, PlanTransfer
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.routes import Destination, Landing, Param, Reason, Route, Wire
 from m2ncompile.runtime.bind_worker import form_of
 from m2ncompile.runtime.shards import Held, held_as_planned
 from m2ncompile.runtime.target import Form

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2ncompile.compile.coalesce import coalesce
-from m2ncompile.compile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
+from m2ncompile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.stacking import stacked
 from tests.runs import experts_plan
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2ncompile.compile.routes import Reason
 from m2ncompile.diff import (
     Difference,
     Group,
@@ -35,6 +34,7 @@ from m2ncompile.families import families
 from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Inputs, Plan
 from m2ncompile.plan_check import load
+from m2ncompile.routes import Reason
 from m2ncompile.staging import Reloading, staging_of
 from tests.plans import make_inputs, make_plan
 

@@ -181,6 +181,23 @@ def test_the_map_of_the_code_has_every_module() -> None:
         assert f"`{name}" in text or f"`{path.name}`" in text, name
 
 
+def test_modules_import_only_what_the_map_has_above_them() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", page("CONTRIBUTING.md"), re.MULTILINE)
+    line = {
+        name.removesuffix(".py").rstrip("/"): number
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`([\w/.]+)`", row)
+    }
+    for path in sorted((ROOT / "m2ncompile").rglob("*.py")):
+        own = path.relative_to(ROOT / "m2ncompile").parts[0].removesuffix(".py")
+        if own.startswith("__"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if name.startswith("m2ncompile."):
+                assert line[name.split(".")[1]] <= line[own], (path, name)
+
+
 def test_python_of_the_pages_imports_what_there_is() -> None:
     for path in PAGES:
         for block in blocks(path.read_text(), "python"):

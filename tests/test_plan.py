@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2ncompile.compile.routes import Reason
 from m2ncompile.errors import LayoutError, PlanError
 from m2ncompile.plan import MAX_BYTES, Plan, decode, digest_of, encode
 from m2ncompile.plan_check import load, loads
+from m2ncompile.routes import Reason
 from m2ncompile.wire import WireParam, complete_digest, source_digest
 from tests.plans import make_inputs, make_plan
 

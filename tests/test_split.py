@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.compile.split import split
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import PlanError
@@ -21,6 +20,7 @@ from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh, local_shape
 from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan, PlanPart, PlanTransfer
 from m2ncompile.plan_check import check
+from m2ncompile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.views import narrowed
 from tests.plans import make_inputs
 from tests.runs import varied_plan

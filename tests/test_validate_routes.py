@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Route, Wire
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
 from m2ncompile.errors import PlanError
 from m2ncompile.inventory import Inventory, TensorInfo
 from m2ncompile.layout import Layout, Mesh
 from m2ncompile.plan import Plan
+from m2ncompile.routes import Destination, Landing, Param, Reason, Route, Wire
 from m2ncompile.spec import TrainerSpec
 from tests.plans import make_inputs
 

@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from m2ncompile.compile.assemble import assemble  # noqa: E402
-from m2ncompile.compile.routes import Destination, Landing, Param, Wire  # noqa: E402
 from m2ncompile.inventory import TensorInfo  # noqa: E402
 from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape  # noqa: E402
 from m2ncompile.plan import Plan  # noqa: E402
 from m2ncompile.plan_check import load  # noqa: E402
+from m2ncompile.routes import Destination, Landing, Param, Wire  # noqa: E402
 
 
 def main() -> None:

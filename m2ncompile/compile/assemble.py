@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from m2ncompile.compile.routes import Destination, Landing, Reason
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh, check_transfers
 from m2ncompile.plan import (
@@ -27,6 +26,7 @@ from m2ncompile.plan import (
     program_digest,
 )
 from m2ncompile.plan_check import check, wire_digests
+from m2ncompile.routes import Destination, Landing, Reason
 from m2ncompile.staging import Reloading, staging_of
 
 __all__ = ["assemble"]

@@ -12,10 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
-from m2ncompile.compile.routes import Destination
 from m2ncompile.dtypes import nbytes
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Limits
+from m2ncompile.routes import Destination
 
 __all__ = ["coalesce"]
 

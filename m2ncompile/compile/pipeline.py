@@ -18,7 +18,6 @@ from m2ncompile.compile.resolve_traced import (
     resolve_traced,
 )
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
-from m2ncompile.compile.routes import Destination
 from m2ncompile.compile.split import split
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
@@ -31,6 +30,7 @@ from m2ncompile.layout import Layout, Mesh
 from m2ncompile.plan import Inputs, ModelInput, Plan
 from m2ncompile.progress import Progress
 from m2ncompile.quiet import captured_output
+from m2ncompile.routes import Destination
 from m2ncompile.source import source_layouts
 from m2ncompile.spec import Spec
 

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.compile.spread import Carried, InexpressibleError, carry
 from m2ncompile.compile.strided import Piece, merged, piece_of
 from m2ncompile.engine.recording import Copy, LiveParam, Recording
@@ -21,6 +20,7 @@ from m2ncompile.errors import EngineError, InventoryError, Problems, nearest
 from m2ncompile.families import numberless
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Mesh
+from m2ncompile.routes import Destination, Landing, Param, Reason, Wire
 
 __all__ = [
     "Pieces",

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.engine.facts import ModelFacts, ParamFacts
 from m2ncompile.errors import EngineError, Problem
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh, Placements
+from m2ncompile.routes import Destination, Landing, Param, Reason, Wire
 
 __all__ = ["agreed_destinations", "forbids_direct", "resolve"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from m2ncompile.compile.routes import Destination
 from m2ncompile.dtypes import nbytes
 from m2ncompile.inventory.records import TensorInfo
 from m2ncompile.layout import Layout, Limits, local_shape
 from m2ncompile.plan import PlanPart, PlanTransfer
+from m2ncompile.routes import Destination
 from m2ncompile.views import narrowed
 
 __all__ = ["split"]

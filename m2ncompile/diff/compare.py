@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 import msgspec
 
 from m2ncompile.collector import collector_paused
-from m2ncompile.compile.routes import Reason, Route
 from m2ncompile.diff.grouping import NameTree, pattern
 from m2ncompile.diff.inputs import input_changes, input_paths
 from m2ncompile.diff.layouts import layout_text, pair_text, relative
@@ -20,6 +19,7 @@ from m2ncompile.families import numberless
 from m2ncompile.layout import Layout
 from m2ncompile.plan import Plan, PlanDestination
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.routes import Reason, Route
 from m2ncompile.summary import summarize
 
 __all__ = ["check_comparable", "compare", "marks"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from m2ncompile.compile.routes import Reason
+from m2ncompile.routes import Reason
 
 __all__ = ["SECTIONS", "Amount", "Difference", "Group", "InputChange", "Stacks"]
 

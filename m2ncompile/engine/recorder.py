@@ -18,20 +18,15 @@ which tensor goes where. A dispatch mode sees every operation of the loaders:
 from __future__ import annotations
 
 import gc
-import re
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import prod
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m2ncompile.engine.aten import (
@@ -49,8 +44,28 @@ from m2ncompile.engine.aten import (
     zeroes,
 )
 from m2ncompile.engine.boxes import UnevenError, disjoint, through
-from m2ncompile.engine.recording import Copy, LiveParam, Recording, Refusal, View
-from m2ncompile.engine.reloading import awaited, deferred
+from m2ncompile.engine.callers import (
+    caller,
+    data_operation,
+    frames_of,
+    qualname,
+    raised_by,
+    words_of,
+)
+from m2ncompile.engine.recording import Copy, Recording, Refusal, View
+from m2ncompile.engine.storages import (
+    Cause,
+    Held,
+    HeldPiece,
+    Live,
+    live_params,
+    named_tensors,
+    place_of,
+    settled,
+    storage_key,
+    uncovered,
+    view_of,
+)
 from m2ncompile.errors import EngineError, M2nCompileError, Problem
 
 if TYPE_CHECKING:
@@ -61,11 +76,6 @@ __all__ = ["MAX_RESTARTS", "record", "record_load"]
 
 #: How often loading starts again before the build gives up.
 MAX_RESTARTS = 64
-
-#: The operation, and the function that called it.
-_Cause = tuple[str, str]
-#: Where in the storage, which tensor, where in the tensor.
-_Piece = tuple[View, int, View]
 
 
 def record(
@@ -103,8 +113,8 @@ def record_load(
     Raises EngineError, with what was found so far, when `load` raises for no
     tensor in particular or has to start again more than MAX_RESTARTS times.
     """
-    live = _live_params(model, not_direct or {})
-    refused: dict[int, _Cause] = {}
+    live = live_params(model, not_direct or {})
+    refused: dict[int, Cause] = {}
     unknown: dict[int, str] = {}
     words = f"{MAX_RESTARTS} times it stopped at a tensor that it can't load as it is"
     for _ in range(MAX_RESTARTS + 1):
@@ -120,7 +130,7 @@ def record_load(
         if recorder.needed:
             refused |= recorder.needed
         elif raised is None:
-            refused |= recorder.refusals(model, _qualname(load))
+            refused |= recorder.refusals(model, qualname(load))
             return Recording(
                 rank,
                 tuple(one.param for one in live),
@@ -130,15 +140,15 @@ def record_load(
                 recorder.zeroed(),
             )
         elif (culprit := recorder.culprit(raised)) is None:
-            words = _words(raised)
+            words = words_of(raised)
             break
-        elif (operation := _data_operation(raised)) is not None:
-            refused[culprit] = operation, _raised_by(raised)
+        elif (operation := data_operation(raised)) is not None:
+            refused[culprit] = operation, raised_by(raised)
         else:
-            unknown[culprit] = _words(raised)
+            unknown[culprit] = words_of(raised)
     found = unknown | {index: f"{op} in {loader}" for index, (op, loader) in refused.items()}
     raise EngineError(
-        f"{_qualname(load)} can't be recorded for worker rank {rank}: {words}",
+        f"{qualname(load)} can't be recorded for worker rank {rank}: {words}",
         [Problem(tensors[index].name, message) for index, message in sorted(found.items())],
     )
 
@@ -155,116 +165,6 @@ def _as_weight_transfer_loads() -> AbstractContextManager[None]:
     return context
 
 
-# --- Storages ----------------------------------------------------------------
-
-
-class _Live(NamedTuple):
-    """A parameter's record, its storage, and what its names stand for."""
-
-    param: LiveParam
-    storage: torch.UntypedStorage
-    dtype: torch.dtype
-    places: dict[str, tuple[torch.dtype, int, View]]
-
-
-def _live_params(model: nn.Module, not_direct: Mapping[str, str]) -> list[_Live]:
-    groups: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in _named_tensors(model):
-        groups.setdefault(_key(tensor), []).append((name, tensor))
-    found = []
-    for group in groups.values():
-        # The one that shows most of the storage stands for the others.
-        name, tensor = max(group, key=lambda one: one[1].numel())
-        aliases = tuple(other for other, _ in group if other != name)
-        owner = model.get_submodule(name.rpartition(".")[0])
-        param = LiveParam(
-            name=name,
-            aliases=aliases,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            view=_view(tensor),
-            owner=type(owner).__qualname__,
-            loader=_loader(tensor),
-            not_direct=next(
-                (not_direct[one] for one in (name, *aliases) if one in not_direct), None
-            ),
-            parameter=any(isinstance(other, nn.Parameter) for _, other in group),
-            awaited=tuple(one for one, other in group if awaited(one, other)),
-            deferred=deferred(owner),
-        )
-        places = {one: _place(other) for one, other in group}
-        found.append(_Live(param, tensor.untyped_storage(), tensor.dtype, places))
-    return found
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        if not is_lazy(tensor):
-            yield name, tensor
-
-
-def _loader(param: torch.Tensor) -> str:
-    loader = getattr(param, "weight_loader", None)
-    return "" if loader is None else _qualname(loader)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage: its identity while it lives."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _view(tensor: torch.Tensor) -> View:
-    return View(tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-
-
-def _place(tensor: torch.Tensor) -> tuple[torch.dtype, int, View]:
-    return tensor.dtype, _key(tensor), _view(tensor)
-
-
-class _Held:
-    """What is known of a storage: a parameter's, scratch memory, a tensor once written to.
-
-    `pieces` are in the order in which they were written; in all but parameters
-    no two overlap. `spoiled` are the tensors that something was computed from.
-    """
-
-    __slots__ = ("dtype", "is_param", "pieces", "spoiled")
-
-    def __init__(self, dtype: torch.dtype, is_param: bool = False) -> None:
-        self.dtype = dtype
-        self.is_param = is_param
-        self.pieces: list[_Piece] = []
-        self.spoiled: dict[int, _Cause] = {}
-
-
-def _uncovered(pieces: Iterable[_Piece], box: View) -> list[_Piece]:
-    """The pieces that writing `box` leaves. Raises UnevenError where it cuts one."""
-    left = []
-    for piece in pieces:
-        common = through(piece[0], piece[0], box, box)
-        if common is None:
-            left.append(piece)
-        elif prod(common[0].shape) != prod(piece[0].shape):
-            raise UnevenError
-    return left
-
-
-def _settled(held: _Held) -> list[_Piece]:
-    """The pieces that no later one covers. Raises UnevenError where one is cut."""
-    if not held.is_param:
-        return held.pieces
-    settled: list[_Piece] = []
-    for piece in held.pieces:
-        settled = [*_uncovered(settled, piece[0]), piece]
-    return settled
-
-
-# --- The mode ----------------------------------------------------------------
-
-
 class _NeedsDataError(Exception):
     """Ends loading. A loader that catches it changes nothing: `needed` says so too."""
 
@@ -273,11 +173,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """One run of `load`; `needed` are tensors whose data it asked for, which ended it."""
 
     def __init__(
-        self, live: Sequence[_Live], tensors: Sequence[TensorInfo], without: Set[int]
+        self, live: Sequence[Live], tensors: Sequence[TensorInfo], without: Set[int]
     ) -> None:
         super().__init__()
-        self.needed: dict[int, _Cause] = {}
-        self._refused: dict[int, _Cause] = {}
+        self.needed: dict[int, Cause] = {}
+        self._refused: dict[int, Cause] = {}
         self._live = live
         self._tensors = tensors
         self._dtypes = [getattr(torch, info.dtype) for info in tensors]
@@ -285,7 +185,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._waiting: deque[tuple[int, torch.Tensor]] = deque()
         #: Tensor of each storage that nothing wrote to, and what is in all others.
         self._sources: dict[int, int] = {}
-        self._held = {one.storage._cdata: _Held(one.dtype, is_param=True) for one in live}
+        self._held = {one.storage._cdata: Held(one.dtype, is_param=True) for one in live}
         #: Storages of nothing but zeros, and the parameters that such were written to.
         self._zeros: dict[int, torch.UntypedStorage] = {}
         self._zeroed: set[int] = set()
@@ -295,8 +195,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if index not in without:
                 tensor = torch.empty(info.shape, dtype=self._dtypes[index], device="meta")
                 self._waiting.append((index, tensor))
-                self._storages[_key(tensor)] = tensor.untyped_storage()
-                self._sources[_key(tensor)] = index
+                self._storages[storage_key(tensor)] = tensor.untyped_storage()
+                self._sources[storage_key(tensor)] = index
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -325,8 +225,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in REARRANGING:
             result = self._rearrange(func, args, kwargs or {})
-            if self._zeros and all(_key(part) in self._zeros for part in tensors_in(args)):
-                self._zeros[_key(result)] = result.untyped_storage()
+            if self._zeros and all(storage_key(part) in self._zeros for part in tensors_in(args)):
+                self._zeros[storage_key(result)] = result.untyped_storage()
             return result
         return self._compute(func, args, kwargs or {})
 
@@ -342,15 +242,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             and target.dtype is held.dtype
             and source.dtype is self._dtypes[index]
         ):
-            into = _view(target)
+            into = view_of(target)
             if 0 not in into.stride:
-                held.pieces.append((into, index, _view(source)))
+                held.pieces.append((into, index, view_of(source)))
                 return target
 
-        self._zeros.pop(_key(target), None)
+        self._zeros.pop(storage_key(target), None)
         if not self._carries(source):
-            if _key(source) in self._zeros:
-                self._zeroed.add(_key(target))
+            if storage_key(source) in self._zeros:
+                self._zeroed.add(storage_key(target))
             self._overwrite(target, "copy_")
             result: torch.Tensor = COPY(target, source)
             return result
@@ -402,13 +302,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             for tensor in tensors_in(args[position : position + 1] or kwargs.get(argument))
         ]
         for tensor in written:
-            self._zeros.pop(_key(tensor), None)
+            self._zeros.pop(storage_key(tensor), None)
         if not any(self._carries(tensor) for tensor in read):
             return func(*args, **kwargs)
         name = called(func)
         if func._schema.name in OVERWRITING:
             read = [one for one in read if not any(one is other for other in written)]
-        causes: dict[int, _Cause] = {}
+        causes: dict[int, Cause] = {}
         for tensor in read:
             causes = self._visible(tensor, name) | causes
         if not causes:
@@ -425,25 +325,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 self._need(causes)
             raise
         for tensor in (*written, *tensors_in(result)):
-            self._zeros.pop(_key(tensor), None)
+            self._zeros.pop(storage_key(tensor), None)
             self._spoil(tensor, causes)
         return result
 
-    def _need(self, causes: dict[int, _Cause]) -> NoReturn:
+    def _need(self, causes: dict[int, Cause]) -> NoReturn:
         self.needed |= causes
         raise _NeedsDataError
 
     def _carries(self, tensor: torch.Tensor) -> bool:
         """Whether anything of a checkpoint tensor is in a tensor's storage."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         held = self._held.get(key)
         return key in self._sources or (held is not None and bool(held.pieces or held.spoiled))
 
-    def _visible(self, tensor: torch.Tensor, operation: str) -> dict[int, _Cause]:
+    def _visible(self, tensor: torch.Tensor, operation: str) -> dict[int, Cause]:
         """The checkpoint tensors that `tensor` shows something of, each with a cause."""
-        return self._inside(_key(tensor), (operation, _caller()), _view(tensor))
+        return self._inside(storage_key(tensor), (operation, caller()), view_of(tensor))
 
-    def _inside(self, key: int, cause: _Cause, view: View | None = None) -> dict[int, _Cause]:
+    def _inside(self, key: int, cause: Cause, view: View | None = None) -> dict[int, Cause]:
         """The checkpoint tensors in a storage, or in a part of it."""
         if key in self._sources:
             return {self._sources[key]: cause}
@@ -453,7 +353,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         pieces = (one for one in held.pieces if view is None or not disjoint(view, one[0]))
         return {index: cause for _, index, _ in pieces} | held.spoiled
 
-    def _holder(self, tensor: torch.Tensor) -> _Held:
+    def _holder(self, tensor: torch.Tensor) -> Held:
         """What is in a tensor's storage, which is about to be written to."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -461,9 +361,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._storages[key] = storage
             index = self._sources.pop(key, None)
             if index is None:
-                self._held[key] = _Held(tensor.dtype)
+                self._held[key] = Held(tensor.dtype)
             else:
-                self._held[key] = _Held(self._dtypes[index])
+                self._held[key] = Held(self._dtypes[index])
                 whole = View(0, (prod(self._tensors[index].shape),), (1,))
                 self._held[key].pieces.append((whole, index, whole))
         return self._held[key]
@@ -472,19 +372,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         """A copy, of equal shapes, from a storage that carries something."""
         if target.numel() == 0:
             return
-        read, into = _view(source), _view(target)
-        whole = self._sources.get(_key(source))
-        pieces: list[_Piece] = []
-        spoiled: dict[int, _Cause] = {}
+        read, into = view_of(source), view_of(target)
+        whole = self._sources.get(storage_key(source))
+        pieces: list[HeldPiece] = []
+        spoiled: dict[int, Cause] = {}
         if whole is not None:
             stored = self._dtypes[whole]
             pieces.append((into, whole, read))
         else:
-            held = self._held[_key(source)]
+            held = self._held[storage_key(source)]
             stored = held.dtype
             spoiled |= held.spoiled
             try:
-                for box, index, origin in _settled(held):
+                for box, index, origin in settled(held):
                     common = through(read, into, box, origin)
                     if common is not None:
                         pieces.append((common[1], index, common[0]))
@@ -504,7 +404,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if not (named and source.dtype.itemsize == stored.itemsize):
                 reason = "view(dtype)"
         if reason or spoiled:
-            cause = (reason, _caller()) if reason else next(iter(spoiled.values()))
+            cause = (reason, caller()) if reason else next(iter(spoiled.values()))
             self._spoil(target, spoiled | {index: cause for _, index, _ in pieces})
             return
         covered = sum(prod(box.shape) for box, _, _ in pieces)
@@ -518,7 +418,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return
         held = self._holder(tensor)
         try:
-            left = _uncovered(held.pieces, _view(tensor))
+            left = uncovered(held.pieces, view_of(tensor))
             if not held.is_param:
                 held.pieces = left
                 return
@@ -528,7 +428,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             pass
         self._spoil(tensor, self._visible(tensor, operation))
 
-    def _spoil(self, tensor: torch.Tensor, causes: dict[int, _Cause]) -> None:
+    def _spoil(self, tensor: torch.Tensor, causes: dict[int, Cause]) -> None:
         held = self._holder(tensor)
         held.spoiled = causes | held.spoiled
         if held.is_param:
@@ -556,9 +456,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if one.storage._cdata in self._zeroed
         )
 
-    def refusals(self, model: nn.Module, loader: str) -> dict[int, _Cause]:
+    def refusals(self, model: nn.Module, loader: str) -> dict[int, Cause]:
         """The tensors that ended up where no copy shows them. Forgets all storages."""
-        now = {name: _place(tensor) for name, tensor in _named_tensors(model)}
+        now = {name: place_of(tensor) for name, tensor in named_tensors(model)}
         for one in self._live:
             for name, place in one.places.items():
                 if now.get(name) != place:
@@ -582,63 +482,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
         None where all were given out and none is in hand.
         """
-        for frame in reversed(_frames(error)):
+        for frame in reversed(frames_of(error)):
             tensors = [one for one in frame.f_locals.values() if isinstance(one, torch.Tensor)]
-            found = [self._sources[key] for key in map(_key, tensors) if key in self._sources]
+            found = [
+                self._sources[key] for key in map(storage_key, tensors) if key in self._sources
+            ]
             if found:
                 return max(found)
         return self._current
-
-
-# --- Who and why -------------------------------------------------------------
-
-#: Torch's words when an operation wants the data that meta tensors don't have.
-_NO_DATA = re.compile(r"\bmeta (tensor|device)|unallocated storage", re.IGNORECASE)
-
-
-def _data_operation(error: Exception) -> str | None:
-    """What failed for want of data, None if something else did."""
-    if not isinstance(error, (NotImplementedError, RuntimeError, TypeError)):
-        return None
-    text = str(error)
-    if not _NO_DATA.search(text):
-        return None
-    named = re.search(r"\b(item|numpy|tolist)\b", text)
-    return named[0] if named else "reading the data"
-
-
-def _words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + '...'}"
-
-
-def _frames(error: Exception) -> list[FrameType]:
-    frames, traceback = [], error.__traceback__
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    return [frame for frame in frames if not _is_ours(frame)]
-
-
-def _raised_by(error: Exception) -> str:
-    frames = _frames(error)
-    return frames[-1].f_code.co_qualname if frames else ""
-
-
-def _caller() -> str:
-    """The function below torch and this module."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    return frame.f_code.co_qualname if frame is not None else ""
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name == __name__ or name.split(".")[0] == "torch"
-
-
-def _qualname(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__qualname__", type(function).__qualname__))

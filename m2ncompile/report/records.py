@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from m2ncompile.compile.routes import Reason, Route
 from m2ncompile.layout import Box
+from m2ncompile.routes import Reason, Route
 from m2ncompile.summary import Summary
 
 __all__ = [

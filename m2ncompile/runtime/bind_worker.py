@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from m2ncompile.compile.routes import Route
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, Problems, nearest
 from m2ncompile.layout import Layout
 from m2ncompile.plan import Plan, PlanDestination, PlanTransfer
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.routes import Route
 from m2ncompile.runtime.target import Form, Target
 from m2ncompile.staging import (
     BUFFERS,

@@ -14,7 +14,6 @@ import pytest
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.pipeline import build_plan
 from m2ncompile.compile.reloading import reloading
-from m2ncompile.compile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.postload import not_direct
 from m2ncompile.engine.record_all import record_all
@@ -26,6 +25,7 @@ from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Digests, Plan, PlanDestination, program_digest
 from m2ncompile.plan_check import check, layouts_of, wire_digests
+from m2ncompile.routes import Destination, Landing, Param, Reason, Wire
 from m2ncompile.spec import EngineSpec, ModelSpec, RuleSpec, Spec, TrainerSpec
 from m2ncompile.verify.reduce import reduced_config
 

@@ -18,11 +18,11 @@ import torch
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
-from m2ncompile.compile.routes import Destination, Landing, Param, Wire
 from m2ncompile.compile.split import split
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
 from m2ncompile.plan import Plan
+from m2ncompile.routes import Destination, Landing, Param, Wire
 from tests.plans import make_inputs
 from tests.runs import experts_plan, varied_plan
 

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Wire
 from m2ncompile.errors import M2nCompileError, RunError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh, local_shape
 from m2ncompile.plan import Plan
+from m2ncompile.routes import Destination, Landing, Param, Wire
 from m2ncompile.runtime import api, control, session
 from m2ncompile.runtime.shards import Held
 from m2ncompile.runtime.trainer import Trainer

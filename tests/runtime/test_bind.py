@@ -19,13 +19,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.inventory.records import Missing
 from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Plan
+from m2ncompile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.runtime.bind_trainer import TrainerBinding, bind_trainer
 from m2ncompile.runtime.bind_worker import WorkerBinding, bind_worker
 from m2ncompile.runtime.shards import Held, ModuleShards, shards_of

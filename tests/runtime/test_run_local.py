@@ -11,11 +11,11 @@ import torch
 from torch.distributed import HashStore
 
 from m2ncompile.compile.assemble import assemble
-from m2ncompile.compile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Mesh
 from m2ncompile.plan import Plan
+from m2ncompile.routes import Destination, Landing, Param, Route, Wire
 from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.trainer import Trainer
