@@ -102,7 +102,10 @@ class Memory:
 def s3_server() -> Iterator[str]:
     """The URL of a server in a thread."""
     from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
 
+    # Those of an earlier server know its address, not this one's.
+    S3FileSystem.clear_instance_cache()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
