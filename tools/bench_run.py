@@ -11,13 +11,15 @@ vLLM's backends work out at the same place: `nccl_m2n` its source and destinatio
 "/ sum" is theirs by this project's sum. Nobody's connecting is in it.
 
 The second table is the host's time in the loops of `Trainer.send` and `Worker.receive`, over a
-transport that moves nothing and an engine that loads nothing.
+transport that moves nothing and an engine that loads nothing: as many tensors, so narrow that
+copying them takes no time.
 
 Times are wall clock, the best of five.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -35,15 +37,23 @@ MODELS = ROOT / "plans" / "models"
 COMMAND = Path(sys.executable).parent / "m2ncompile"
 TRAINERS, TP, RANK = 4, 4, 1
 PHASES = 6
+NARROW = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    head_dim=16,
+    vocab_size=1024,
+)
 CASES = ["Llama-3.1-8B", "Qwen3-30B-A3B"]
 
 
 def main() -> None:
     cases = sys.argv[1:] or CASES
     with tempfile.TemporaryDirectory() as folder:
-        plans = {case: build(case, Path(folder)) for case in cases}
+        plans = {case: build(case, MODELS / case, Path(folder)) for case in cases}
+        thin = {case: narrow(case, Path(folder)) for case in cases}
         # Only then: a build is a process of its own.
-        rows = [measured(case, path) for case, path in plans.items()]
+        rows = [measured(case, path, thin[case]) for case, path in plans.items()]
     print(f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}\n")
     print(
         "| model | tensors | load ms | bind ms | agree ms | sum ms | nccl_m2n ms | / sum "
@@ -67,10 +77,19 @@ def main() -> None:
         print(f"| {row.name} | {row.tensors:,} | {row.transfers:,} | {each[0]} | {each[1]} |")
 
 
-def build(case: str, folder: Path) -> Path:
+def narrow(case: str, folder: Path) -> Path:
+    """The plan of as many layers and experts, of few elements each."""
+    config = json.loads((MODELS / case / "config.json").read_text())
+    model = folder / f"{case}-narrow"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({k: NARROW.get(k, v) for k, v in config.items()}))
+    return build(model.name, model, folder)
+
+
+def build(case: str, model: Path, folder: Path) -> Path:
     spec, path = folder / f"{case}.toml", folder / f"{case}.json"
     spec.write_text(
-        f'[model]\npath = "{MODELS / case}"\n'
+        f'[model]\npath = "{model}"\n'
         f'[engine]\nversion = "0.33.0"\ntarget = "cuda-sm90"\ntp = {TP}\n'
         f'[trainer]\nranks = {TRAINERS}\nlayout = "fsdp"\n'
     )
@@ -80,14 +99,13 @@ def build(case: str, folder: Path) -> Path:
     return path
 
 
-def measured(case: str, path: Path) -> SimpleNamespace:
+def measured(case: str, path: Path, thin: Path) -> SimpleNamespace:
     from m2ncompile.engine.vllm_meta import MetaEngine
     from m2ncompile.plan_check import load
 
     plan = load(path)
     engine = MetaEngine(plan.inputs.engine, MODELS / case)
     row = SimpleNamespace(name=f"{case} tp {TP}", tensors=len(plan.tensors))
-    row.transfers = len(plan.transfers)
     row.load = best(lambda: load(path))
     row.agree = best(lambda: rounds(TRAINERS + TP))
     with engine.worker(RANK) as model:
@@ -96,6 +114,10 @@ def measured(case: str, path: Path) -> SimpleNamespace:
         row.rdt = best(sharded_rdt(plan, model))
     with engine.worker(RANK) as model:
         row.bind = best(lambda: worker(plan, model, engine.model_config))
+    plan = load(thin)
+    row.transfers = len(plan.transfers)
+    engine = MetaEngine(plan.inputs.engine, thin.with_suffix(""))
+    with engine.worker(RANK, device="cpu") as model:
         row.receive = best(worker(plan, model, engine.model_config).receive)
     row.send = best(trainer(plan).send)
     return row
@@ -226,14 +248,15 @@ def worker(plan: Any, model: Any, config: Any) -> Any:
             pass
 
     version = plan.inputs.engine.version
-    target = Target(model, config, torch.device("meta"), version, rehearsed=True)
+    device = next(model.parameters()).device
+    target = Target(model, config, device, version, rehearsed=True)
     echo: Any = Echo(TRAINERS + RANK, TRAINERS + TP)
     still: Any = Still()
     return Worker(lambda: plan, target, echo, still, trainers=TRAINERS, timeout=60.0)
 
 
 class Shards:
-    """A trainer's, on the meta device."""
+    """A trainer's."""
 
     def __init__(self, plan: Any) -> None:
         import torch
@@ -248,7 +271,7 @@ class Shards:
             layout = layouts[entry.source]
             self.held.append(Held(name, dtype, shape, layout))
             local = local_shape(layout, shape)
-            one = torch.empty(local, dtype=getattr(torch, dtype), device="meta")
+            one = torch.empty(local, dtype=getattr(torch, dtype))
             self.tensors.append((name, one))
 
     def describe(self) -> Sequence[Any]:
@@ -259,8 +282,6 @@ class Shards:
 
 
 def trainer(plan: Any) -> Any:
-    import torch
-
     from m2ncompile.runtime.trainer import Trainer
 
     echo: Any = Echo(0, TRAINERS + TP)
@@ -272,7 +293,6 @@ def trainer(plan: Any) -> Any:
         still,
         trainers=TRAINERS,
         timeout=60.0,
-        device=torch.device("meta"),
     )
 
 

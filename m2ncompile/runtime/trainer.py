@@ -19,7 +19,7 @@ from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
 from m2ncompile.staging import BUFFERS
-from m2ncompile.views import View
+from m2ncompile.views import View, contiguous
 
 if TYPE_CHECKING:
     from m2ncompile.runtime.stock import StockSession
@@ -85,6 +85,17 @@ class Trainer:
         self._dtypes: list[torch.dtype] = [
             getattr(torch, plan.dtypes[plan.geometries[t.geometry].dtype]) for t in plan.tensors
         ]
+        #: By tensor, what this rank's shard of it must be like.
+        self._shapes = [torch.Size(shape) for shape in binding.shapes]
+        #: By leg and part, the tensor, and the view of its shard where it is not sent as it is.
+        self._parts = [
+            [
+                (part.tensor, None if _is_all(part.view, shape) else part.view)
+                for part in send.parts
+                for shape in (binding.shapes[part.tensor],)
+            ]
+            for send in (one or Send((), False) for one in binding.sends)
+        ]
         #: By dtype two buffers: one is packed while the other is sent.
         self._packed = {
             dtype: torch.empty(BUFFERS, numel, dtype=getattr(torch, dtype), device=self._device)
@@ -129,10 +140,10 @@ class Trainer:
                 elif send.packed:
                     if packed in used:
                         transport.fence(used[packed], deadline)
-                    piece = self._pack(send, given, packed)
+                    piece = self._pack(leg, given, packed)
                     used[packed], packed = leg, 1 - packed
                 else:
-                    piece = _view(given[send.parts[0].tensor], send.parts[0].view)
+                    piece = _view(given, *self._parts[leg][0])
                 transport.run(leg, piece, None, deadline)
                 if piece is not None:
                     nbytes += piece.numel() * piece.element_size()
@@ -148,13 +159,17 @@ class Trainer:
             transport.wait(deadline)
         return nbytes
 
-    def _pack(self, send: Send, given: dict[int, torch.Tensor], slot: int) -> torch.Tensor:
+    def _pack(self, leg: int, given: dict[int, torch.Tensor], slot: int) -> torch.Tensor:
         """What this rank sends in a leg, copied together."""
-        pieces = [_view(given[part.tensor], part.view) for part in send.parts]
+        pieces = [_view(given, tensor, view) for tensor, view in self._parts[leg]]
         shape = pieces[0].shape if len(pieces) == 1 else torch.Size((len(pieces), *pieces[0].shape))
         buffer = self._packed[str(pieces[0].dtype).removeprefix("torch.")][slot]
         packed = buffer[: shape.numel()].view(shape)
-        copy_all([packed] if len(pieces) == 1 else packed.unbind(), pieces)
+        if len(pieces) == 1:
+            copy_all([packed], pieces)
+        else:
+            # Exact to the bit, and a tenth of the host's time that fused copies take.
+            torch.stack(pieces, out=packed)
         return packed
 
     def _take(
@@ -178,8 +193,8 @@ class Trainer:
             )
         if index is None:
             return
-        shard, shape = got[1], self._binding.shapes[index]
-        if tuple(shard.shape) != shape or shard.dtype != self._dtypes[index]:
+        shard, shape = got[1], self._shapes[index]
+        if shard.shape != shape or shard.dtype != self._dtypes[index]:
             raise RunError(
                 f"{name}: the source gave out {shard.dtype} {list(shard.shape)}, it must be "
                 f"{self._dtypes[index]} {list(shape)}"
@@ -193,5 +208,13 @@ class Trainer:
         self._session.close()
 
 
-def _view(shard: torch.Tensor, view: View) -> torch.Tensor:
+def _is_all(view: View, shape: tuple[int, ...]) -> bool:
+    """Whether a view of a row-major shard of `shape` is the shard as it is."""
+    return view.shape == shape and view.offset == 0 and contiguous(view)
+
+
+def _view(given: dict[int, torch.Tensor], tensor: int, view: View | None) -> torch.Tensor:
+    shard = given[tensor]
+    if view is None:
+        return shard
     return shard.as_strided(view.shape, view.strides, shard.storage_offset() + view.offset)
