@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from m2ncompile.remote.address import default_url
 from m2ncompile.store import Store, default_root
 
 __all__ = ["open_plan"]
+
+#: Bytes asked for at once.
+_CHUNK = 1 << 20
 
 
 def open_plan(reference: str | Path, cache: Path | None = None, remote: str | None = None) -> Plan:
@@ -61,10 +65,22 @@ def _from_remote(digest: str, store: Store, url: str) -> Plan:
 def _fetched(url: str) -> bytes:
     import fsspec
 
-    try:
+    from m2ncompile.remote import time_limit
+    from m2ncompile.remote.bounded import SilentError, bounded
+
+    def read(received: Callable[[int], None]) -> bytes:
+        data = bytearray()
         with fsspec.open(url, "rb") as file:
-            data: bytes = file.read(MAX_BYTES + 1)
+            while chunk := file.read(min(_CHUNK, MAX_BYTES + 1 - len(data))):
+                data += chunk
+                received(len(chunk))
+        return bytes(data)
+
+    seconds = time_limit()
+    try:
+        return bounded(read, seconds)
+    except SilentError as error:
+        raise PlanError(f"{url}: can't read the plan: {error}") from None
     except Exception as error:  # every protocol raises its own
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise PlanError(f"{url}: can't read the plan: {words}") from None
-    return data

@@ -18,7 +18,7 @@ import pytest
 
 from m2ncompile.build import action_key, build, open_store
 from m2ncompile.cli.app import app
-from m2ncompile.errors import M2nCompileError, StoreError
+from m2ncompile.errors import M2nCompileError, PlanError, StoreError
 from m2ncompile.opening import open_plan
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
@@ -719,6 +719,12 @@ def test_a_server_that_fails_is_no_miss(tmp_path: Path) -> None:
 
 
 # --- those who do not answer
+
+
+def test_a_plan_by_a_url_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M2NCOMPILE_REMOTE_TIMEOUT", "0.5")
+    with silent_server() as url, pytest.raises(PlanError, match=r"no answer within 0\.5 s"):
+        open_plan(f"{url}/a.plan.json")
 
 
 def test_a_silent_remote_does_not_hold_up_a_build(

@@ -26,7 +26,7 @@ from m2ncompile.store.records import (
     the_one,
 )
 
-__all__ = ["TIMEOUT", "Remote", "open_remote"]
+__all__ = ["TIMEOUT", "Remote", "open_remote", "time_limit"]
 
 #: How long one call may take, in seconds; what it moves adds to that (`bounded.RATE`).
 TIMEOUT = 30.0
@@ -37,9 +37,14 @@ _T = TypeVar("_T")
 def open_remote(url: str) -> Remote:
     """The remote store at `url`; no network is asked yet.
 
-    A call may take `$M2NCOMPILE_REMOTE_TIMEOUT` seconds, by default `TIMEOUT`. Raises StoreError
-    for a bad URL or time limit, and for a protocol whose package is not installed.
+    Raises StoreError for a bad URL or time limit, and for a protocol whose package is not
+    installed.
     """
+    return Remote(parse(url), digest_of, time_limit())
+
+
+def time_limit() -> float:
+    """`$M2NCOMPILE_REMOTE_TIMEOUT`, by default `TIMEOUT`, in seconds. Raises StoreError."""
     text = os.environ.get("M2NCOMPILE_REMOTE_TIMEOUT") or str(TIMEOUT)
     try:
         seconds = float(text)
@@ -48,7 +53,7 @@ def open_remote(url: str) -> Remote:
     if not 0 < seconds <= 86400:
         problem = Problem("M2NCOMPILE_REMOTE_TIMEOUT", f"expected seconds, 0 to 86400; got {text}")
         raise StoreError("can't use the remote store", [problem])
-    return Remote(parse(url), digest_of, seconds)
+    return seconds
 
 
 class Remote:
