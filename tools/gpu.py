@@ -1,13 +1,13 @@
 """All that is to be seen on GPUs, in one command: tests, benchmarks, a real vLLM; to a file.
 
-usage: python tools/gpu.py --prepare FOLDER anywhere with the compiler
-       python tools/gpu.py FOLDER [--results FILE] [--only PART,...] [--baseline SCRIPT]
+usage: python tools/gpu.py --prepare FOLDER       anywhere with the compiler
+       python tools/gpu.py FOLDER [--results FILE] [--only PART,...]
 
 `--prepare` builds the plans: real dims, as few layers as fit a GPU, 1+1 to 4+4 ranks. On the
-GPUs it runs `tests`, `m2n` (tools/bench_m2n.py), `engine` (tools/gpu_engine.py, where vLLM
-is installed) and `baseline`, which is a script of your own for vLLM's `nccl_m2n`, called with
-`--kind KIND --layers N -T TRAINERS -N WORKERS --ref`. What each printed is in the results file
-as soon as it has ended, whatever comes after.
+GPUs it runs `tests` (tests/gpu), `m2n` (bench_m2n.py), and where vLLM is installed `engines`
+(bench_engines.py, vLLM's own backend and this project's in the same workers) and `llm`
+(gpu_engine.py, a whole vLLM). What each printed is in the results file as soon as it has
+ended, whatever comes after.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ MODELS = (
 #: Where all ranks are on one GPU, this one fits at few of them alone.
 LARGE = ("Qwen3-30B-A3B", 16)
 #: Kind, tp, layers at real dims.
-ENGINES = (
+LLMS = (
     *((kind, tp, None) for kind in ("llama", "qwen3moe") for tp in (1, 2)),
     *((kind, tp, layers) for kind, layers in (("llama", 8), ("qwen3moe", 4)) for tp in (1, 2)),
 )
-BASELINES = (("qwen3moe", 4, 1), ("qwen3moe", 4, 2), ("llama", 8, 1), ("llama", 8, 2))
-PARTS = ("tests", "m2n", "engine", "baseline")
+#: Ranks at which vLLM's own backend is run beside.
+ENGINES = ((1, 1), (2, 2))
+PARTS = ("tests", "m2n", "engines", "llm")
 
 
 def main() -> None:
@@ -47,7 +48,6 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--results", type=Path, default=Path("results.md"))
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--baseline", type=Path)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for each command")
     options = parser.parse_args()
     if options.prepare:
@@ -66,12 +66,12 @@ def prepare(folder: Path) -> None:
                 continue
             for ep in (False, True) if experts and workers > 1 else (False,):
                 build(folder, ROOT / "plans" / "models" / model, layers, trainers, workers, ep)
-    for kind, tp, layers in ENGINES:
+    for kind, tp, layers in LLMS:
         for resolver in ("traced", "vllm") if layers is None else ("traced",):
             name = f"{kind}-tp{tp}" + ("-stock" if resolver == "vllm" else "")
             name += "" if layers is None else f"-{layers}layers"
             command = [sys.executable, str(ROOT / "tools" / "gpu_engine.py"), "--prepare"]
-            command += [str(folder / "engine" / name), kind, str(tp), resolver]
+            command += [str(folder / "llm" / name), kind, str(tp), resolver]
             subprocess.run([*command, *([] if layers is None else [str(layers)])], check=True)
 
 
@@ -93,6 +93,11 @@ def build(folder: Path, model: Path, layers: int, trainers: int, workers: int, e
     model_spec = ModelSpec(path=str(reduced), name=reduced.name)
     plan = build_plan(Spec(model=model_spec, engine=engine, trainer=trainer))
     (folder / "plans" / f"{name}.plan.json").write_bytes(plan.encoded)
+    if (trainers, workers) in ENGINES:
+        both = folder / "engines" / name
+        both.mkdir(parents=True, exist_ok=True)
+        (both / "config.json").write_text(json.dumps(config))
+        (both / "plan.json").write_bytes(plan.encoded)
     print(f"{name}: {len(plan.tensors)} tensors in {len(plan.transfers)} transfers", flush=True)
 
 
@@ -102,7 +107,6 @@ def run(options: argparse.Namespace) -> list[str]:
     here = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     options.results.write_text(f"# {here}, torch {torch.__version__}\n")
     plans = sorted((options.folder / "plans").glob("*.plan.json"))
-    engines = sorted(path for path in (options.folder / "engine").glob("*") if path.is_dir())
     python, wanted, failed = sys.executable, options.only.split(","), []
     commands: list[tuple[str, list[str]]] = []
     if "tests" in wanted:
@@ -111,27 +115,11 @@ def run(options: argparse.Namespace) -> list[str]:
         results = options.results.with_suffix(".json")
         tool = [python, str(ROOT / "tools" / "bench_m2n.py"), "--timeout", "60"]
         commands.append(("m2n", [*tool, "--results", str(results), *map(str, plans)]))
-    if "engine" in wanted and importlib.util.find_spec("vllm") is not None:
-        tool = [python, str(ROOT / "tools" / "gpu_engine.py")]
-        commands += [(f"engine {path.name}", [*tool, str(path)]) for path in engines]
-    if "baseline" in wanted and options.baseline is not None:
-        for kind, layers, ranks in BASELINES:
-            arguments = [
-                "--kind",
-                kind,
-                "--layers",
-                str(layers),
-                "-T",
-                str(ranks),
-                "-N",
-                str(ranks),
-            ]
-            commands.append(
-                (
-                    f"baseline {kind} {ranks}+{ranks}",
-                    [python, str(options.baseline), *arguments, "--ref"],
-                )
-            )
+    if importlib.util.find_spec("vllm") is not None:
+        for part, script in (("engines", "bench_engines.py"), ("llm", "gpu_engine.py")):
+            for path in sorted((options.folder / part).glob("*")) if part in wanted else ():
+                tool = [python, str(ROOT / "tools" / script)]
+                commands.append((f"{part} {path.name}", [*tool, str(path)]))
     for name, command in commands:
         began = time.monotonic()
         printed, good = ran(command, options.limit)
