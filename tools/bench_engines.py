@@ -32,7 +32,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_m2n import Shards, tensor_at  # noqa: E402
+
 LIMIT = 240.0
 COLUMNS = ("model", "ranks", "backend", "GB", "start s", "sync ms", "GB/s", "x", "held GB", "equal")
 
@@ -89,9 +92,10 @@ def run(folder: Path, backend: str, device: str, syncs: int) -> dict[str, Any] |
         for rank, pipe in enumerate(pipes)
     ]
     for rank in range(trainers):
-        mine = ([pipe[0] for pipe in pipes], told) if rank == 0 else ([], None)
-        arguments = (folder, backend, device, rank, port, syncs, ready, *mine)
-        ranks.append(context.Process(target=trainer, args=arguments))
+        client = Client([pipe[0] for pipe in pipes] if rank == 0 else [])
+        arguments = (folder, backend, device, rank, port, syncs, ready, client)
+        tells = told if rank == 0 else None
+        ranks.append(context.Process(target=trainer, args=(tells, *arguments)))
     for process in ranks:
         process.start()
     try:
@@ -117,18 +121,6 @@ def index_of(device: str, rank: int, ranks: int, second: bool) -> Any:
     return torch.device("cuda", index)
 
 
-def tensor_at(plan: Any, index: int, step: int, device: Any) -> Any:
-    """The global tensor `index` of a step: random bits, the same on every rank."""
-    import torch
-
-    geometry = plan.geometries[plan.tensors[index].geometry]
-    dtype = getattr(torch, plan.dtypes[geometry.dtype])
-    count = prod(geometry.shape) * dtype.itemsize
-    generator = torch.Generator(device).manual_seed(1000 * index + step)
-    bits = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device, generator=generator)
-    return bits.view(dtype).view(geometry.shape)
-
-
 # A worker.
 
 
@@ -146,7 +138,7 @@ def serve(folder: Path, backend: str, device: str, rank: int, calls: Connection)
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from m2ncompile.engine.vllm_meta import _groups
+    from m2ncompile.engine.vllm_meta import stand_in_groups
     from m2ncompile.plan_check import load
     from m2ncompile.runtime import vllm_target
     from m2ncompile.runtime.vllm_plugin import register
@@ -159,7 +151,7 @@ def serve(folder: Path, backend: str, device: str, rank: int, calls: Connection)
         vllm_target._platform = lambda _: spec.target  # type: ignore[assignment]
         torch.accelerator.empty_cache = lambda: None  # there is none
     config = config_of(folder, spec, rank, device)
-    with _groups(spec, rank), set_current_vllm_config(config):
+    with stand_in_groups(spec, rank), set_current_vllm_config(config):
         model = loaded(config, where)
         engine = WeightTransferEngineFactory.create_engine(
             WeightTransferConfig(backend=backend), config, where, model
@@ -311,19 +303,9 @@ def failing_together(told: Connection | None) -> Iterator[None]:
         os._exit(1)  # the others' threads may wait for ever
 
 
-def trainer(
-    folder: Path,
-    backend: str,
-    device: str,
-    rank: int,
-    port: int,
-    syncs: int,
-    ready: Any,
-    workers: list[Connection],
-    told: Connection | None,
-) -> None:
+def trainer(told: Connection | None, *arguments: Any) -> None:
     with failing_together(told):
-        row = sent(folder, backend, device, rank, port, syncs, ready, Client(workers))
+        row = sent(*arguments)
         if told is not None:
             told.send(row)
 
@@ -416,14 +398,13 @@ def source_of(plan: Any, rank: int, device: Any) -> Any:
     import torch
     from vllm.distributed.weight_transfer.base import ParamMeta, Shard, WeightSource
 
-    from m2ncompile.layout import shard_box
     from m2ncompile.plan_check import layouts_of
 
     layouts, trainers = layouts_of(plan), plan.inputs.trainer.ranks
 
     class Source(WeightSource):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.held: dict[int, Any] = {}
+            self.shards = Shards(plan, rank, device)
 
         @cached_property
         def metadata(self) -> list[Any]:
@@ -445,21 +426,12 @@ def source_of(plan: Any, rank: int, device: Any) -> Any:
             return found
 
         def make(self, step: int) -> None:
-            for index, tensor in enumerate(plan.tensors):
-                whole = tensor_at(plan, index, step, device)
-                box = shard_box(layouts[tensor.source], tuple(whole.shape), rank)
-                assert box is not None
-                piece = whole[tuple(slice(a, b) for a, b in box)].contiguous()
-                if index in self.held:
-                    self.held[index].copy_(piece)
-                else:
-                    self.held[index] = piece.clone()
+            self.shards.make(step)
             if device.type == "cuda":
                 torch.cuda.synchronize()
 
         def iter_local(self) -> Iterator[tuple[str, Any]]:
-            for index, tensor in enumerate(plan.tensors):
-                yield tensor.name, self.held[index]
+            return self.shards.items(frozenset())
 
     return Source()
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["SUPPORTED", "MetaEngine", "installed_version"]
+__all__ = ["SUPPORTED", "MetaEngine", "installed_version", "stand_in_groups"]
 
 #: Releases whose behaviour this front-end was checked against.
 SUPPORTED = ("0.33.0", "0.32.0")
@@ -126,7 +126,7 @@ class MetaEngine:
             )
             with (
                 set_current_vllm_config(config),
-                _groups(self.spec, rank),
+                stand_in_groups(self.spec, rank),
                 kept_classes(config.model_config.hf_config),
             ):
                 with (
@@ -255,7 +255,7 @@ class _NoProcessGroup:
 
 
 @contextmanager
-def _groups(spec: EngineSpec, rank: int) -> Iterator[None]:
+def stand_in_groups(spec: EngineSpec, rank: int) -> Iterator[None]:
     """vLLM's parallel groups as worker `rank` would have them, ranks row-major (dp, pp, tp)."""
     import vllm.distributed.parallel_state as state
 
