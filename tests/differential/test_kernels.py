@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import CpuArchEnum
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention import selector
 
 from m2ncompile.engine.kernels import PlanningKernel, planning_kernels
 from m2ncompile.errors import EngineError
@@ -380,14 +381,21 @@ def test_an_unknown_choice_is_refused(make: Any) -> None:
 
 
 def test_this_machine_has_no_say(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMX tiles are what vLLM looks for on x86 before it takes a quantized CPU kernel."""
+    """AMX tiles are what vLLM looks for on x86, for quantized CPU kernels and for MLA."""
     monkeypatch.setattr(CpuPlatform, "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
     gpt_oss, qwen = make("gpt-oss-20b", 2), make("Qwen3-30B-A3B-FP8", 2)
-    built = {}
+    deepseek = make("DeepSeek-V2-Lite", 2)
+    built, backends = {}, {}
     for amx in (False, True):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        built[amx] = [model.params("cuda-sm90", 2) for model in (gpt_oss, qwen)]
+        built[amx] = [model.params("cuda-sm90", 2) for model in (gpt_oss, qwen, deepseek)]
+        selector._cached_get_attn_backend.cache_clear()
+        with planning_kernels("cuda-sm90"):
+            mla = deepseek.build(2, 1).model.layers[0].self_attn.mla_attn.mla_attn
+        backends[amx] = type(mla.impl)
+        assert torch.cpu._is_amx_tile_supported() is amx
     assert built[False] == built[True]
+    assert backends[False] is backends[True]
     # Left to itself, vLLM pads for its CPU kernel, which needs the tiles: 1440, not 1472.
     experts = "model.layers.1.mlp.experts.routed_experts"
     assert gpt_oss.params(None, 2)[f"{experts}.w2_bias"] == built[True][0][f"{experts}.w2_bias"]
@@ -460,7 +468,7 @@ def test_every_copy_is_replaced_and_put_back() -> None:
 
 def test_put_back_after_an_error_and_in_modules_imported_inside() -> None:
     original = unquantized_fused_moe_method.select_unquantized_moe_backend
-    late = types.ModuleType("vllm.imported_inside")
+    late: Any = types.ModuleType("vllm.imported_inside")
     sys.modules[late.__name__] = late
     try:
         with pytest.raises(ZeroDivisionError), planning_kernels("cuda-sm90"):
