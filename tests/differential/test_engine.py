@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,22 @@ def test_groups_are_put_back_and_can_not_communicate(small) -> None:
         with pytest.raises(Exception):  # noqa: B017 - any refusal will do
             state.get_tp_group().all_reduce(torch.ones(2))
     assert state._TP is before
+
+
+def test_variables_of_the_engine_change_no_model(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even those that were set after vLLM was imported, which it reads when it needs them."""
+    folder = small("DeepSeek-V2-Lite", num_hidden_layers=2)
+    plain = shapes(MetaEngine(engine_spec(tp=2), folder), 0)
+    assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight" in plain
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
+    engine = MetaEngine(engine_spec(tp=2), folder)
+    assert engine.model_config.use_mla
+    assert shapes(engine, 0) == plain
+    assert {"VLLM_MLA_DISABLE", "VLLM_PP_LAYER_PARTITION"}.isdisjoint(os.environ)
+    assert os.environ["VLLM_CACHE_ROOT"] == str(folder / "cache")
+    assert os.environ["VLLM_TARGET_DEVICE"] == "cpu"
 
 
 def test_activation_ops_are_stood_in_for_and_refuse(small) -> None:
