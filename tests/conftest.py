@@ -5,10 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.repositories import git
 
 ROOT = Path(__file__).parent.parent
+
+# No test is about how fast the machine is.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
 
 
 @pytest.fixture(autouse=True)

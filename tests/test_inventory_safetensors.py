@@ -17,7 +17,7 @@ from m2ncompile.dtypes import ITEMSIZE, SAFETENSORS, nbytes
 from m2ncompile.errors import InventoryError
 from m2ncompile.inventory import Inventory, TensorInfo, natural_key, read_safetensors
 
-SHARED = [HealthCheck.function_scoped_fixture]
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 #: What is in GOOD: 4 x 2 bfloat16 and 3 float32.
 GOOD_HEADER: dict[str, Any] = {
@@ -86,7 +86,7 @@ def as_dict(inventory: Inventory) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {tensor.name: (tensor.dtype, tensor.shape) for tensor in inventory.tensors}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=100, suppress_health_check=SHARED)
 @given(
     tensors=st.dictionaries(names, entries, min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),
@@ -107,7 +107,7 @@ def test_reads_what_the_library_reads(
     assert [t.name for t in inventory.tensors] == sorted(tensors, key=natural_key)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=300, suppress_health_check=SHARED)
 @given(position=st.integers(0), byte=st.integers(0, 255), drop=st.booleans())
 def test_refuses_what_the_library_refuses(
     tmp_path: Path, position: int, byte: int, drop: bool
@@ -182,7 +182,7 @@ def test_every_byte_of_the_header_flipped(tmp_path: Path) -> None:
     assert refused == len(content) - 28
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=200, suppress_health_check=SHARED)
 @given(content=st.binary(max_size=64))
 def test_no_bytes_end_in_a_traceback(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -198,7 +198,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=200, suppress_health_check=SHARED)
 @given(junk=json_values, key=st.sampled_from(["dtype", "shape", "data_offsets", None]))
 def test_junk_in_an_entry_is_refused(tmp_path: Path, junk: Any, key: str | None) -> None:
     header = {**GOOD_HEADER, "b": junk} if key is None else changed("b", **{key: junk})

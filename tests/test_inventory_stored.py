@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2ncompile.errors import InventoryError
@@ -26,7 +26,6 @@ def refusal(config: dict[str, Any]) -> str:
 sizes = st.integers(1, 40)
 
 
-@settings(deadline=None)
 @given(shape=st.tuples(sizes, sizes), block=st.tuples(sizes, sizes))
 def test_one_fp8_scale_for_each_block(shape: tuple[int, int], block: tuple[int, int]) -> None:
     weight = TensorInfo("a.weight", "float8_e4m3fn", shape)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
@@ -282,7 +282,7 @@ def test_foreign_files_are_left_alone(store: Store) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_flipped_bit_in_an_object_is_found_and_heals(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder), digest_of)
@@ -304,7 +304,7 @@ def test_any_flipped_bit_in_an_object_is_found_and_heals(data: st.DataObject) ->
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_flipped_bit_in_an_action_is_a_miss_and_heals(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder), digest_of)
@@ -946,12 +946,7 @@ class Interleaving(RuleBasedStateMachine):
 
 
 TestInterleaving = Interleaving.TestCase
-TestInterleaving.settings = settings(
-    deadline=None,
-    max_examples=40,
-    stateful_step_count=25,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestInterleaving.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def test_the_bytes_of_an_action_are_fixed(store: Store) -> None:

@@ -28,7 +28,7 @@ from m2ncompile.layout import (
 
 pytestmark = pytest.mark.engine
 
-thorough = settings(max_examples=500, deadline=None)
+thorough = settings(max_examples=500)
 
 #: Ints, those around the bounds above all, and what may pose as one.
 scalars = st.sampled_from([-2, -1, 0, 1, 2, True, False, None, 1.0, "1"]) | st.integers(0, 99)

@@ -329,7 +329,7 @@ def table_mutations(plan: Plan) -> Iterator[tuple[str, int, Any]]:
             yield "layouts", place, replace(layout, placements=placements)
     for place, param in enumerate(plan.params[:20]):
         yield "params", place, replace(param, stride=(1, 1))
-    indices = {
+    indices: dict[str, dict[str, Any]] = {
         "layouts": {"mesh": plan.meshes},
         "params": {"geometry": plan.geometries},
         # Another shape of as many elements can say the same.

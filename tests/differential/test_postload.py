@@ -120,7 +120,7 @@ def real_weights(name: str, target: str) -> Iterator[tuple[nn.Module, Any]]:
     vllm_config = tiny._config
     with (
         set_current_vllm_config(vllm_config),
-        vllm_meta._groups(tiny.spec, 0),
+        vllm_meta.stand_in_groups(tiny.spec, 0),
         set_default_torch_dtype(vllm_config.model_config.dtype),
     ):
         with planning_kernels(target), torch.device("cpu"):

@@ -1158,7 +1158,7 @@ def dense(view: View, start: int) -> View:
     return View(start, view.shape, tuple(strides))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(read=boxes(repeats=True), held=boxes(repeats=False))
 @example(read=View(40, (2, 8), (8, 1)), held=View(26, (8,), (2,)))
 def test_through(read: View, held: View) -> None:
@@ -1277,7 +1277,7 @@ def run_program(
     return have[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(program=programs())
 def test_programs(program: list[tuple[str, int, int, int]]) -> None:
     """Whatever a loader puts together is recorded as it is, or refused."""

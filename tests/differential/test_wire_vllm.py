@@ -23,7 +23,7 @@ from m2ncompile.wire import (
 
 pytestmark = pytest.mark.engine
 
-thorough = settings(max_examples=1000, deadline=None)
+thorough = settings(max_examples=1000)
 
 FIELDS = list(WireParam.__struct_fields__)
 
@@ -143,7 +143,7 @@ def test_the_one_difference(changes: dict[str, object]) -> None:
     assert theirs(valid | changes) is not None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(near_records() | json_values, max_size=4), st.booleans())
 def test_init_messages(values: list[Any], repeat: bool) -> None:
     """A worker takes the list of records with our digest exactly when we would."""
@@ -172,7 +172,7 @@ def test_init_messages(values: list[Any], repeat: bool) -> None:
         assert [p.to_dict() for p in message.parse_wire_params()] == [p.to_dict() for p in mine]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(params, max_size=6), meshes, st.lists(placements, max_size=6))
 def test_digests(
     plan: list[WireParam], mesh: Mesh, destinations: list[tuple[int, int] | None]
