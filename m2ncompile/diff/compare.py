@@ -272,7 +272,8 @@ class _Comparison:
         for j, now in enumerate(falls):
             if not now:
                 continue
-            i = self.before_of.get(j)
+            # That another tensor of its geometry fell back, elsewhere, is no excuse.
+            i = None if j in self.matches.moved else self.before_of.get(j)
             before = () if i is None else self.a.kinds[i]
             if all(self.kinds[k].route != "fallback" for k in before):
                 found[j] = (

@@ -13,10 +13,14 @@ __all__ = ["Matches", "match"]
 
 
 class Matches(msgspec.Struct, frozen=True):
-    """Pairs of indices in both lists, in the order of the second; `renamed` by another name."""
+    """Pairs of indices in both lists, in the order of the second; `renamed` by another name.
+
+    `moved` are those of the renamed, in the second, that are not at the same place.
+    """
 
     same: list[tuple[int, int]]
     renamed: list[tuple[int, int]]
+    moved: frozenset[int]
     removed: list[int]
     added: list[int]
 
@@ -38,7 +42,7 @@ def match(
     place = {name: index for index, name in enumerate(before)}
     same = [(place[name], index) for index, name in enumerate(after) if name in place]
     if len(same) == len(before) == len(after):
-        return Matches(same, [], [], [])
+        return Matches(same, [], frozenset(), [], [])
     names = set(after)
     removed = [index for index, name in enumerate(before) if name not in names]
     added = [index for index, name in enumerate(after) if name not in place]
@@ -46,6 +50,7 @@ def match(
     layer_before = {index: numbers(before[index]) for index in removed}
     layer_after = {index: numbers(after[index]) for index in added}
     renamed: list[tuple[int, int]] = []
+    moved: set[int] = set()
     for by_layer, by_gap in ((True, True), (True, False), (False, True), (False, False)):
 
         def keys(
@@ -64,10 +69,13 @@ def match(
             keys(geometry_after, layer_after, gap_after),
         )
         renamed += pairs
+        if not (by_layer and by_gap):
+            moved |= {b for _, b in pairs}
         gone, come = {a for a, _ in pairs}, {b for _, b in pairs}
         removed = [index for index in removed if index not in gone]
         added = [index for index in added if index not in come]
-    return Matches(same, sorted(renamed, key=lambda pair: pair[1]), removed, added)
+    renamed.sort(key=lambda pair: pair[1])
+    return Matches(same, renamed, frozenset(moved), removed, added)
 
 
 def _gaps(names: Sequence[str], common: Container[str]) -> list[int]:
