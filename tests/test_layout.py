@@ -117,8 +117,6 @@ class TestMesh:
             ("[[[[2, 0]], null]]", r"mesh dim 1 must be .* at `\$\[0\]\[0\]`"),
             ("[[[[2, 1]], [0, 0]]]", r"shard both mesh axes.* at `\$\[0\]`"),
             ("[[[[true, 1]], null]]", "Expected `int`, got `bool`"),
-            ("[[[[2, 1], 0, 7], null]]", "at most length 2"),
-            ("[[[[2, 1]], null, 7]]", "at most length 2"),
         ],
     )
     def test_decoding_validates_and_says_where(self, text: str, message: str) -> None:
@@ -170,10 +168,6 @@ class TestLimits:
     def test_refuses(self, name: str, value: int) -> None:
         with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got {value}"):
             Limits(**{name: value})
-
-    def test_refuses_unknown_names(self) -> None:
-        with pytest.raises(msgspec.ValidationError, match="unknown field `max_ranks`"):
-            msgspec.json.decode(b'{"max_ranks": 3}', type=Limits)
 
 
 class TestShards:

@@ -29,6 +29,8 @@ __all__ = ["CONFIG_LIMIT", "config_digest", "from_config", "read_groups"]
 
 #: Bytes; the longest real config is some 10 kB.
 CONFIG_LIMIT = 16 * 2**20
+#: Where ModelOpt before 0.31 puts how a checkpoint is quantized.
+_QUANTIZATION = "hf_quant_config.json"
 
 
 def from_config(folder: Path) -> Inventory:
@@ -69,12 +71,24 @@ def read_groups(folder: Path) -> tuple[list[TensorInfo], list[Group]]:
 
 
 def config_digest(model: Path) -> str:
-    """SHA-256 of the model's config.json, whatever its white space and key order."""
+    """SHA-256 of the model's config.json, whatever its white space and key order.
+
+    With what vLLM's `get_config` reads beside it, where that is there. Raises `InventoryError`.
+    """
+    quantization = model / _QUANTIZATION
+    digest = _content(model / "config.json")
+    if quantization.exists():
+        digest = sha256(f"{digest} {_content(quantization)}".encode()).hexdigest()
+    return digest
+
+
+def _content(path: Path) -> str:
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        # JSON has no infinities; transformers reads and writes them.
+        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=str)
+        return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
     except (OSError, ValueError, RecursionError) as error:
-        raise InventoryError(f"{model / 'config.json'}: can't read it: {error}") from None
-    return sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
+        raise InventoryError(f"{path}: can't read it: {error}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

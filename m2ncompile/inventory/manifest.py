@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from m2ncompile.errors import InventoryError, Problem, Problems
+from m2ncompile.decode import Violations, convert_all
+from m2ncompile.errors import InventoryError, Problems
 from m2ncompile.inventory.checks import check_tensor, shown
 from m2ncompile.inventory.files import read_json
 from m2ncompile.inventory.records import Inventory, Missing, TensorInfo, natural_key
@@ -19,15 +20,19 @@ __all__ = ["MANIFEST_LIMIT", "read_manifest", "write_manifest"]
 MANIFEST_LIMIT = 256 * 2**20
 
 
-class _Missing(Missing, frozen=True, forbid_unknown_fields=True):
-    pass
+class _Missing(Missing, frozen=True):
+    @staticmethod
+    def violations(values: Mapping[str, Any]) -> Violations:
+        for key in ("tensors", "nbytes"):
+            if not 0 <= values.get(key, 0) < 2**63:
+                yield key, f"expected 0 or more, below 2**63; got {values[key]}"
 
 
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Manifest(msgspec.Struct, frozen=True):
     format: Literal["m2ncompile-manifest"]
     version: Literal[1]
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-    missing: list[_Missing] = []
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    missing: tuple[_Missing, ...] = ()
 
 
 def read_manifest(path: Path) -> Inventory:
@@ -38,34 +43,36 @@ def read_manifest(path: Path) -> Inventory:
     ["lm_head.weight", "bfloat16", [151936, 1024]]]}
     ```
 
-    An optional `missing` lists `Missing` records. Raises `InventoryError`.
+    An optional `missing` lists `Missing` records. Raises `InventoryError` with every violation.
     """
-    raw = read_json(path, MANIFEST_LIMIT, "can't read the manifest")
-    try:
-        manifest = msgspec.convert(raw, _Manifest, strict=True)
-    except msgspec.ValidationError as error:
-        fix = "`m2ncompile.inventory.write_manifest` writes one from any other inventory"
-        raise InventoryError(
-            "can't read the manifest", [Problem(str(path), str(error), fix)]
-        ) from None
+    title = "can't read the manifest"
+    raw = read_json(path, MANIFEST_LIMIT, title)
     problems = Problems()
-    seen: set[str] = set()
-    tensors = [TensorInfo(*row) for row in manifest.tensors]
-    for index, tensor in enumerate(tensors):
-        where = f"{path}: $.tensors[{index}] {shown(tensor.name)}"
-        check_tensor(tensor, where, problems)
-        if tensor.name in seen:
-            problems.add(where, "the tensor is listed twice")
-        seen.add(tensor.name)
-    if not tensors:
-        problems.add(f"{path}: $.tensors", "the manifest lists no tensor")
-    for index, entry in enumerate(manifest.missing):
-        if entry.tensors < 0 or entry.nbytes < 0:
-            problems.add(f"{path}: $.missing[{index}]", "a count is negative")
-    problems.raise_if_any(InventoryError, "can't read the manifest")
+    manifest = convert_all(raw, _Manifest, str(path), problems)
+    tensors = _tensors(raw, path, problems)
+    problems.raise_if_any(InventoryError, title)
+    assert manifest is not None
     tensors.sort(key=lambda t: natural_key(t.name))
     missing = tuple(Missing(**msgspec.structs.asdict(entry)) for entry in manifest.missing)
     return Inventory("manifest", tuple(tensors), missing)
+
+
+def _tensors(raw: object, path: Path, problems: Problems) -> list[TensorInfo]:
+    """The rows that have the form of a tensor, whatever else is wrong, checked."""
+    rows = raw.get("tensors") if isinstance(raw, dict) else None
+    if rows == []:
+        problems.add(f"{path}: tensors", "the manifest lists no tensor")
+    tensors: dict[str, TensorInfo] = {}
+    for index, row in enumerate(rows if isinstance(rows, list) else ()):
+        try:
+            tensor = TensorInfo(*msgspec.convert(row, tuple[str, str, tuple[int, ...]]))
+        except msgspec.ValidationError:
+            continue
+        where = f"{path}: tensors[{index}] {shown(tensor.name)}"
+        check_tensor(tensor, where, problems)
+        if tensors.setdefault(tensor.name, tensor) is not tensor:
+            problems.add(where, "the tensor is listed twice")
+    return list(tensors.values())
 
 
 def write_manifest(inventory: Inventory) -> bytes:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from m2ncompile.errors import Problem, StoreError
 from m2ncompile.remote.address import Address
+from m2ncompile.remote.bounded import SilentError, bounded
 from m2ncompile.store import files
 from m2ncompile.store.files import Tree
 from m2ncompile.store.records import DamagedError, Kind, file_name
 
-__all__ = ["Files", "FolderFiles", "FsspecFiles", "files_at"]
+__all__ = ["Files", "FolderFiles", "FsspecFiles", "files_at", "make_root"]
 
 #: Bytes asked for at once.
 _CHUNK = 8 << 20
@@ -37,11 +40,27 @@ def files_at(address: Address) -> Files:
     return FsspecFiles(address) if folder is None else FolderFiles(folder)
 
 
+def make_root(address: Address, seconds: float) -> None:
+    """Makes the folder of a `file://` store that is to be written; others need none.
+
+    Where that fails or takes longer, what is read or written there next says why.
+    """
+    if (folder := address.folder) is not None:
+        with suppress(OSError, SilentError):
+            bounded(lambda _: folder.mkdir(parents=True, exist_ok=True), seconds)
+
+
 class FolderFiles:
-    """In a folder. fsspec's own files by path are not in place at once, and it follows links."""
+    """In a folder. fsspec's own files by path are not in place at once, and it follows links.
+
+    A folder that is not there is no empty store: a mount may be absent, or the URL misspelt. Only
+    an object may be asked for in it, as a push does before it makes the folder; who wants the
+    object for itself takes its absence for an error.
+    """
 
     def __init__(self, root: Path) -> None:
         self._tree = Tree(root, "check the folder and its permissions")
+        self._may_be_new = False
 
     def read(
         self, kind: Kind, digest: str, limit: int, received: Callable[[int], None]
@@ -50,6 +69,9 @@ class FolderFiles:
             with self._tree.folder(kind, digest) as fd:
                 return files.read(fd, file_name(digest), limit)
         except FileNotFoundError:
+            self._may_be_new |= kind == "objects" and not self._tree.root.exists()
+            if not self._may_be_new:
+                self._check_root()
             return None
 
     def write(self, kind: Kind, digest: str, data: bytes) -> None:
@@ -57,7 +79,16 @@ class FolderFiles:
             files.write(fd, file_name(digest), data)
 
     def names(self, kind: Kind, shard: str | None) -> list[str]:
-        return [file.name for file in self._tree.files(kind, shard)]
+        found = [file.name for file in self._tree.files(kind, shard)]
+        if not found:
+            self._check_root()
+        return found
+
+    def _check_root(self) -> None:
+        root = self._tree.root
+        if not root.exists():
+            fix = "check the URL, and that what it names is mounted; a push makes the folder"
+            raise StoreError("", [Problem(str(root), "no such folder", fix)])
 
 
 class FsspecFiles:
