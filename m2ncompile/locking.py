@@ -6,6 +6,7 @@ compares all that a plan records and that can be known without one.
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from m2ncompile.build import Trouble, build, tolerated
 from m2ncompile.diff import Difference, InputChange, compare
 from m2ncompile.errors import CheckError, PlanError, Problem
 from m2ncompile.inputs import spec_changes
+from m2ncompile.opening import is_there
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.progress import Progress
@@ -44,7 +46,7 @@ def plan_beside(spec: Path, output: Path | None, several: bool) -> Path:
     name = f"{spec.stem}.plan.json"
     if output is None:
         return spec.with_name(name)
-    into_folder = several or output.is_dir() or not output.suffix
+    into_folder = several or os.path.isdir(output) or not (output.suffix or os.path.exists(output))
     return output / name if into_folder else output
 
 
@@ -99,7 +101,7 @@ def stale_error(spec: Path, plan: Path, changes: tuple[InputChange, ...], what: 
 
 
 def _checked_in(spec: Path, plan: Path) -> Plan:
-    if not plan.exists():
+    if not is_there(plan):
         raise PlanError(
             f"{plan}: there is no plan for {spec}. Build it: {_build_command(spec, plan)}"
         )

@@ -330,7 +330,7 @@ def decode(data: bytes, where: str = "plan") -> Plan:
 def _check_format(data: bytes, where: str) -> None:
     try:
         head = msgspec.json.decode(data, type=_Head)
-    except msgspec.ValidationError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if head.format.name != FORMAT.name:
         raise PlanError(f'{where}: format is "{head.format.name}", expected "{FORMAT.name}"')

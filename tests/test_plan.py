@@ -99,15 +99,34 @@ def test_newer_minor_is_read() -> None:
 
     def edit(document: dict[str, Any]) -> None:
         document["format"]["minor"] = 7
-        document["later"] = {"nested": [1, 2]}
-        document["tensors"][0].append("more")
+        for table in document.values():
+            for entry in table if isinstance(table, list) else ():
+                if isinstance(entry, list):
+                    entry.append("more")
+        extend(document)
+
+    def extend(record: dict[str, Any]) -> None:
+        for value in list(record.values()):
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, dict):
+                    extend(inner)
+        record["later"] = {"nested": [1, 2]}
 
     data = edited(plan, edit)
     later = loads(data)
-    assert later.tensors == plan.tensors
+    for table in plan.__struct_fields__:
+        if table not in ("format", "digest"):
+            assert getattr(later, table) == getattr(plan, table), table
     # Its digest is of all that is in the file, also of what this reader does not know.
     assert later.encoded == data and later.digest != plan.digest
     assert msgspec.structs.replace(later, tensors=later.tensors).encoded != data
+
+
+@pytest.mark.parametrize("rest", ['"digest":', '"\\ud800":0', "[" * 100_000])
+def test_a_wrong_value_before_broken_json_is_one_error(rest: str) -> None:
+    head = '"format":{"name":"m2ncompile-plan","major":1,"minor":0},'
+    with pytest.raises(PlanError, match="Expected"):
+        loads(resealed(f'{{{head}"digests":1,{rest}"digest":""\n}}\n'.encode()))
 
 
 def test_foreign_files() -> None:

@@ -647,6 +647,28 @@ def test_push_names_what_it_can_not_read_and_sends_the_rest(
     assert f"{SPEC_FILE}: its plan is not in the store\n    build it: m2ncompile build" in error
 
 
+def test_push_of_bad_references_names_them_and_sends_the_rest(
+    tmp_path: Path, filled: Store, call: Callable[..., Any]
+) -> None:
+    place, good, cut = Folder(tmp_path / "remote"), tmp_path / "good.json", tmp_path / "cut.json"
+    good.write_bytes(OTHER.encoded)
+    cut.write_bytes(OTHER.encoded[:-9])
+    specs = tmp_path / "specs"
+    specs.mkdir()
+    (specs / "bad.toml").write_text("[model]\npth = 1")
+    (specs / "good.toml").write_text(
+        SPEC_FILE.read_text().replace('path = "', f'path = "{SPEC_FILE.parent}/')
+    )
+    (tmp_path / "empty").mkdir()
+    bad = [cut, "no-digest", "0" * 9, tmp_path / "none.toml", tmp_path / "empty"]
+    _, error = call("cache", "push", *bad, specs, good, "--remote", place.url, code=2)
+    assert "error: 6 plans were not pushed\n" in error
+    for where in (*bad, specs / "bad.toml"):
+        assert f"\n  {where}: " in error
+    assert error.count(str(cut)) == 1 and "pth" in error
+    assert {object_path(PLAN.digest), object_path(OTHER.digest)} <= place.files().keys()
+
+
 def test_pull_names_what_it_refuses_and_brings_the_rest(
     place: Place, store: Store, call: Callable[..., Any]
 ) -> None:
@@ -664,6 +686,7 @@ def test_pull_names_what_it_refuses_and_brings_the_rest(
 def test_a_spec_that_the_remote_does_not_know_is_named(
     tmp_path: Path, call: Callable[..., Any]
 ) -> None:
+    (tmp_path / "none").mkdir()
     _, error = call("cache", "pull", SPEC_FILE, "--remote", f"file://{tmp_path}/none", code=2)
     assert f"{SPEC_FILE}: the remote store has no plan of its inputs (key {KEY.digest})" in error
 
@@ -714,8 +737,51 @@ def test_a_server_that_fails_is_no_miss(tmp_path: Path) -> None:
         def log_message(self, *args: Any) -> None:
             pass
 
-    with http_server(tmp_path, Failing) as (url, _), pytest.raises(StoreError, match="503"):
-        open_remote(url).lookup(KEY)
+    with http_server(tmp_path, Failing) as (url, _):
+        with pytest.raises(StoreError, match="503"):
+            open_remote(url).lookup(KEY)
+        with pytest.raises(PlanError, match="503"):
+            open_plan(f"{url}/a.plan.json")
+
+
+def test_a_plan_by_a_url(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(OTHER.encoded)
+    with http_server(tmp_path) as (url, _):
+        assert open_plan(f"{url}/a.json").digest == OTHER.digest
+        assert open_plan(f"simplecache::{url}/a.json").digest == OTHER.digest
+        with pytest.raises(PlanError, match="FileNotFoundError"):
+            open_plan(f"{url}/none.json")
+    assert open_plan((tmp_path / "a.json").as_uri()).digest == OTHER.digest
+    with pytest.raises(PlanError, match="Connect call failed"):
+        open_plan(f"{closed_port()}/a.json")
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/a", "simplecache::s3://me:secret@host/a"])
+def test_a_plan_by_a_url_with_credentials_is_refused_and_not_repeated(url: str) -> None:
+    error = run("show", url, code=2).stderr
+    assert "://host: a URL must not hold credentials" in error and "secret" not in error
+
+
+def test_a_plan_by_a_url_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(url: str) -> None:
+        raise ImportError("Please install its package")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for url, extra in (("gs://b/x", "gcs"), ("https://h/x?version=1", "http")):
+        with pytest.raises(PlanError) as caught:
+            open_plan(url)
+        assert f"pip install 'm2ncompile[{extra}]'" in str(caught.value)
+
+
+def test_a_digest_may_be_given_in_upper_case(tmp_path: Path, store: Store) -> None:
+    digest = store.put(OTHER.encoded)
+    assert open_plan(digest[:9].upper(), store.root).digest == digest
+    pushed(Folder(tmp_path / "remote"))
+    url = (tmp_path / "remote").as_uri()
+    assert open_plan(PLAN.digest.upper(), tmp_path / "other", url).digest == PLAN.digest
 
 
 # --- those who do not answer

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
 import signal
 import sys
+from typing import NoReturn
 
 import typer
 
 from m2ncompile import __version__
 from m2ncompile.cli.build import build_command
 from m2ncompile.cli.cache import cache_app
+from m2ncompile.cli.common import refusal
 from m2ncompile.cli.diff import diff_command
 from m2ncompile.cli.explain import explain_command
 from m2ncompile.cli.rehearse import rehearse_command
@@ -18,7 +22,7 @@ from m2ncompile.cli.show import show_command
 from m2ncompile.cli.verify import verify_command
 from m2ncompile.errors import M2nCompileError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="m2ncompile",
@@ -54,14 +58,61 @@ def _root(
     pass
 
 
-def main() -> None:
-    """Entry point: a user's error becomes one message on stderr and its exit code."""
+def run() -> None:
+    """Whatever ends a command is one message on stderr and an exit code."""
     # As other tools do when their reader goes away (`m2ncompile show ... | head`).
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    _ready_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except M2nCompileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _end(str(error), error.exit_code)
+    except OSError as error:
+        _end(_cause(error), 2)
+    except UnicodeEncodeError as error:
+        _end(f"not text: {error.object[:200]!r}", 2)
+    except MemoryError:
+        _end("out of memory", 2)
+    except RecursionError:
+        _end("the input is nested too deeply", 2)
+
+
+def _ready_streams() -> None:
+    """Makes every text printable, and closed streams lead nowhere."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:  # else the next file to be opened would get this number
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _cause(error: OSError) -> str:
+    try:
+        sys.stdout.flush()
+    except OSError as lost:
+        return f"can't write to the standard output: {lost.strerror}"
+    return refusal(error)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    try:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr.fileno())
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop(sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _drop(fd: int) -> None:
+    """What is still to be written there goes nowhere; the interpreter's exit would fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)

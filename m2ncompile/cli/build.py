@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +17,17 @@ from m2ncompile.cli.common import (
     JsonOption,
     RemoteOption,
     cache_trouble,
+    holds_plan,
+    naming,
     print_json,
     remote_at,
     size,
     spec_files,
     store_at,
+    write_file,
 )
 from m2ncompile.cli.progress import progress_bar
-from m2ncompile.errors import M2nCompileError, StoreError
+from m2ncompile.errors import M2nCompileError, Problems, StoreError
 from m2ncompile.locking import plan_beside
 from m2ncompile.spec import load_spec
 from m2ncompile.store import Store
@@ -98,6 +100,8 @@ def build_command(
     if push and not remote:
         raise typer.BadParameter("--push needs --remote or M2NCOMPILE_REMOTE")
     specs = spec_files(specs)
+    if output is not None:
+        _check_targets(specs, output, written=not (locked or frozen))
     store = None if no_cache else store_at(cache)
     shared = None if no_cache or frozen else remote_at(remote)
     if push and shared is not None:
@@ -112,7 +116,7 @@ def build_command(
     failed = False
     for spec in specs:
         try:
-            with progress_bar(spec.name) as progress:
+            with naming(spec), progress_bar(spec.name) as progress:
                 built = build(spec, store, progress, remote=shared, push=push, trouble=trouble)
             written = _write(built, spec, output, several=len(specs) > 1)
         except M2nCompileError as error:
@@ -147,20 +151,40 @@ def _miss(spec: Path, built: Built, store: Store | None) -> list[str]:
     return describe(built.miss, load_spec(spec), store).lines
 
 
+def _check_targets(specs: Sequence[Path], output: Path, written: bool) -> None:
+    """Refuses an output that would cost a spec, another file, or another spec's plan."""
+    if output.suffix == ".toml":
+        raise StoreError(
+            f"{output}: plans are not written to a spec's name. A shell gives -o only the first "
+            "file of a pattern: name a folder"
+        )
+    problems = Problems()
+    owners: dict[str, Path] = {}
+    for spec in specs:
+        path = plan_beside(spec, output, several=len(specs) > 1)
+        owner = owners.setdefault(os.path.realpath(path), spec)
+        if os.path.realpath(owner) != os.path.realpath(spec):
+            problems.add(str(path), f"would be the plan of {owner} and of {spec}")
+        elif written and (why := _kept(path)):
+            problems.add(str(path), why, "choose another file, or remove it")
+    problems.raise_if_any(StoreError, "plans can't be written so; nothing was built")
+
+
+def _kept(path: Path) -> str | None:
+    """Why a file must not be replaced, if so."""
+    try:
+        if os.path.isfile(path) and path.stat().st_size and not holds_plan(path):
+            return "is there and is no plan"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return None
+
+
 def _write(built: Built, spec: Path, output: Path | None, several: bool) -> Path | None:
-    """Write the plan as asked; a reader never sees half a file."""
     if output is None:
         return built.path
     path = plan_beside(spec, output, several)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(built.plan.encoded)
-        os.replace(scratch, path)
-    except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
-        raise StoreError(f"{path}: can't write the plan: {error.strerror}") from None
+    write_file(path, built.plan.encoded, "the plan")
     return path
 
 

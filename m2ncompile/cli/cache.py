@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from m2ncompile.cli.common import CacheOption, JsonOption, print_json, size, store_at
+from m2ncompile.cli.common import CacheOption, JsonOption, naming, print_json, size, store_at
 from m2ncompile.cli.share import pull_command, push_command
 from m2ncompile.errors import CheckError
 
@@ -65,7 +65,8 @@ def explain(
     from m2ncompile.missing import explain_lookup
     from m2ncompile.spec import load_spec
 
-    digest, why = explain_lookup(load_spec(spec), store_at(cache))
+    with naming(spec):
+        digest, why = explain_lookup(load_spec(spec), store_at(cache))
     if json:
         content = {"spec": str(spec), "plan": digest, "miss": msgspec.to_builtins(why)}
         print_json("m2ncompile.cache.explain/1", content)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import signal
+import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,11 +33,15 @@ __all__ = [
     "RemoteOption",
     "cache_trouble",
     "console",
+    "holds_plan",
+    "naming",
     "print_json",
+    "refusal",
     "remote_at",
     "size",
     "spec_files",
     "store_at",
+    "write_file",
 ]
 
 JsonOption = Annotated[
@@ -71,6 +80,8 @@ def remote_at(url: str | None) -> Remote | None:
         return None
     from m2ncompile.remote import open_remote
 
+    # A server that goes away while it is sent to is to be told of, not to end the process.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     return open_remote(url)
 
 
@@ -89,22 +100,97 @@ def spec_files(given: Iterable[Path]) -> list[Path]:
     """Files as they are, folders as the specs in them."""
     found: list[Path] = []
     for path in given:
-        inside = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+        if not os.path.isdir(path):
+            found.append(path)
+            continue
+        try:
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(".toml"))
+        except OSError as error:
+            raise SpecError(f"{path}: can't read the folder: {error.strerror}") from None
         if not inside:
             raise SpecError(f"{path}: the folder holds no spec (*.toml)")
         found += inside
     return found
 
 
+def refusal(error: OSError) -> str:
+    """What the system refused, with the file where it names one."""
+    why = error.strerror or str(error)
+    return why if error.filename is None else f"{os.fsdecode(error.filename)}: {why}"
+
+
+@contextmanager
+def naming(spec: Path) -> Iterator[None]:
+    """What the system refuses becomes a SpecError that names the spec it was for."""
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(f"{spec}: {refusal(error)}") from None
+
+
+def holds_plan(path: Path) -> bool:
+    """Whether a file's start is that of a plan, be it a damaged one. Raises OSError."""
+    with path.open("rb") as file:
+        return b'"m2ncompile-plan"' in file.read(4096)
+
+
+def write_file(path: Path, data: bytes, what: str) -> None:
+    """A reader never sees half a file; links are followed, and stay. Raises StoreError."""
+    scratch: Path | None = None
+    try:
+        if _is_special(path):
+            path.write_bytes(data)
+            return
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f".{secrets.token_hex(8)}")
+        scratch.write_bytes(data)
+        os.replace(scratch, target)
+    except OSError as error:
+        if scratch is not None:
+            with suppress(OSError):
+                scratch.unlink()
+        raise StoreError(f"{path}: can't write {what}: {error.strerror}") from None
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe, which must not be replaced with a file."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
 def print_json(schema: str, content: dict[str, Any]) -> None:
     """One document on stdout; `schema` changes when keys change their meaning."""
     document = {"schema": schema, **content}
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
-    sys.stdout.write(text.decode() + "\n")
+    try:
+        data = msgspec.json.encode(document)
+    except UnicodeEncodeError:  # a path that is no text
+        data = msgspec.json.encode(_as_text(msgspec.to_builtins(document)))
+    sys.stdout.flush()
+    # JSON is UTF-8, whatever the locale's encoding is.
+    sys.stdout.buffer.write(msgspec.json.format(data, indent=2) + b"\n")
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(one) for key, one in value.items()}
+    return [_as_text(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def console() -> Console:
     from rich.console import Console
 
-    # Tables must not wrap at 80 columns when a pipe has no width of its own.
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, soft_wrap=True)
+    return Console(
+        # Tables must not wrap at 80 columns when a pipe has no width of its own.
+        width=None if sys.stdout.isatty() else 160,
+        highlight=False,
+        soft_wrap=True,
+        # Names from specs and plans are printed, and may look like either.
+        markup=False,
+        emoji=False,
+    )

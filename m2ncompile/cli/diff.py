@@ -16,6 +16,7 @@ from m2ncompile.cli.common import (
     RemoteOption,
     cache_trouble,
     console,
+    naming,
     print_json,
     remote_at,
     size,
@@ -84,7 +85,7 @@ def _plan(reference: str, cache: Path | None, remote: str | None) -> Plan:
     if not reference.endswith(".toml") or "://" in reference:
         return open_plan(reference, cache, remote)
     spec = Path(reference)
-    with progress_bar(spec.name) as progress:
+    with naming(spec), progress_bar(spec.name) as progress:
         built = build(
             spec,
             store_at(cache),
@@ -122,7 +123,7 @@ def print_difference(difference: Difference, trips: Sequence[Trip] = ()) -> None
         " -> ".join(digest[:12] for digest in pair)
         for pair in (difference.plans, difference.programs)
     )
-    out.print(f"{_line(difference.model)}: plan {plans}, program {programs}", markup=False)
+    out.print(f"{_line(difference.model)}: plan {plans}, program {programs}")
     if difference.inputs:
         table("inputs", [("  " + path, a, "->", b) for path, a, b in input_rows(difference)])
     changed = [row for row in amount_rows(difference) if row[3]]
@@ -142,7 +143,7 @@ def print_difference(difference: Difference, trips: Sequence[Trip] = ()) -> None
             out.print(f"  ... and {len(rows) - 16} more workers")
     for note in notes(difference):
         out.print()
-        out.print(note, markup=False)
+        out.print(note)
     for title, groups in sections(difference):
         table(
             title,
@@ -162,7 +163,7 @@ def print_difference(difference: Difference, trips: Sequence[Trip] = ()) -> None
     if difference.reasons:
         table("reasons", [(f"  {reason.code}", reason.text) for reason in difference.reasons])
     for trip in trips:
-        out.print(f"\ngate {trip.gate}: {trip.message}", markup=False)
+        out.print(f"\ngate {trip.gate}: {trip.message}")
 
 
 def _line(text: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from m2ncompile.build import Trouble
-from m2ncompile.cli.common import print_json
+from m2ncompile.cli.common import naming, print_json
 from m2ncompile.cli.diff import print_difference
 from m2ncompile.cli.progress import progress_bar
 from m2ncompile.diff import Difference
@@ -42,9 +42,10 @@ def check_plans(
         result: dict[str, Any] = {"spec": str(spec), "path": str(path), "fresh": False}
         try:
             if frozen:
-                stale = _frozen(spec, path, result)
+                with naming(spec):
+                    stale = _frozen(spec, path, result)
             else:
-                with progress_bar(spec.name) as progress:
+                with naming(spec), progress_bar(spec.name) as progress:
                     difference = check_locked(
                         spec, path, store, progress, remote=remote, trouble=trouble
                     )

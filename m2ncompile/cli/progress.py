@@ -24,7 +24,7 @@ def progress_bar(label: str) -> Iterator[Progress]:
     # a duplicate made before that still reaches the terminal.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w") as terminal:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

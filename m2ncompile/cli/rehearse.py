@@ -18,10 +18,11 @@ from m2ncompile.cli.common import (
     RemoteOption,
     console,
     print_json,
+    refusal,
     size,
 )
 from m2ncompile.cli.progress import progress_bar
-from m2ncompile.errors import CheckError, PlanError, Problem
+from m2ncompile.errors import CheckError, PlanError, Problem, StoreError
 from m2ncompile.families import number_range
 from m2ncompile.opening import open_plan
 
@@ -67,8 +68,11 @@ def rehearse_command(
     name = opened.inputs.model.name
     ranks = opened.inputs.trainer.ranks + opened.inputs.engine.workers
     if prepare is not None:
-        prepare.mkdir(parents=True, exist_ok=True)
-        _prepare(opened, model, prepare, full)
+        try:
+            prepare.mkdir(parents=True, exist_ok=True)
+            _prepare(opened, model, prepare, full)
+        except OSError as error:
+            raise StoreError(f"{prepare}: can't be prepared: {refusal(error)}") from None
         _print_command(prepare, ranks, syncs, timeout, json)
         return
     from m2ncompile.runtime.launch import run_ranks
@@ -180,9 +184,9 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     out = console()
     out.print(f"{document['model']}, plan {document['plan_digest']}")
     sizes = ", ".join(f"{key} {a} -> {b}" for key, (a, b) in document["reduced"].items())
-    out.print(f"  reduced   {sizes or '(full size)'}", markup=False)
+    out.print(f"  reduced   {sizes or '(full size)'}")
     for note in document["notes"]:
-        out.print(f"  adjusted  {note}", markup=False)
+        out.print(f"  adjusted  {note}")
     out.print(f"  sent      {document['tensors']} tensors in {document['collectives']} transfers\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = (
@@ -215,8 +219,7 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     for why, path in unprocessed.items():
         out.print(
             f"\nCompared as loaded, for this machine can't process it after loading: {path} "
-            f"and the like ({why})",
-            markup=False,
+            f"and the like ({why})"
         )
     if document["passed"]:
         elements = sum(rank["compared"] for rank in document["ranks"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +15,10 @@ from m2ncompile.cli.common import (
     JsonOption,
     PlanArgument,
     RemoteOption,
+    holds_plan,
     print_json,
     size,
+    write_file,
 )
 from m2ncompile.errors import StoreError
 from m2ncompile.opening import open_plan
@@ -49,9 +50,9 @@ def report_command(
     made = report(opened, before)
     text = page(made).encode()
     path = output or _beside(plan, opened.digest)
-    if any(path.exists() and path.samefile(p) for p in (plan, against) if p and Path(p).exists()):
+    if _is_plan(path, [p for p in (plan, against) if p]):
         raise StoreError(f"{path}: the page would take the plan's place; choose another file")
-    _write(path, text)
+    write_file(path, text, "the page")
     if json:
         changes = made.changes
         print_json(
@@ -84,14 +85,11 @@ def _beside(reference: str, digest: str) -> Path:
     return path.with_name(path.name.removesuffix(".json").removesuffix(".plan") + ".report.html")
 
 
-def _write(path: Path, text: bytes) -> None:
-    """A reader never sees half a page. Raises StoreError."""
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def _is_plan(path: Path, given: Iterable[str]) -> bool:
+    if not os.path.isfile(path):
+        return False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(text)
-        os.replace(scratch, path)
+        same = any(os.path.samefile(path, p) for p in given if os.path.exists(p))
+        return same or holds_plan(path)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise StoreError(f"{path}: can't write the page: {error.strerror}") from None

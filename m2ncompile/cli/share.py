@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +16,15 @@ from m2ncompile.cli.common import (
     CacheOption,
     JsonOption,
     RemoteOption,
+    naming,
     print_json,
     remote_at,
     size,
     spec_files,
     store_at,
 )
-from m2ncompile.errors import Problem, StoreError
+from m2ncompile.errors import M2nCompileError, Problem, StoreError
+from m2ncompile.opening import is_there
 from m2ncompile.store import Store
 
 if TYPE_CHECKING:
@@ -88,21 +92,27 @@ def _local(
     from m2ncompile.spec import load_spec
 
     digests = [] if references else sorted(stored)
+    files: dict[str, bytes] = {}
     for reference in references or ():
         path = Path(reference)
-        if _names_specs(path):
-            for spec in spec_files([path]):
+        specs: list[Path] = []
+        with _noted(reference, problems):
+            if _names_specs(path):
+                specs = spec_files([path])
+            elif is_there(path):
+                plan = load(path)
+                files[plan.digest] = plan.encoded
+            else:
+                digests.append(store.resolve(reference))
+        for spec in specs:
+            with _noted(str(spec), problems), naming(spec):
                 digest = store.lookup(action_key(load_spec(spec)))
                 if digest is None:
                     fix = f"build it: m2ncompile build {spec}"
                     problems.append(Problem(str(spec), "its plan is not in the store", fix))
                 else:
                     digests.append(digest)
-        elif path.is_file():
-            plan = load(path)
-            yield plan.digest, plan.encoded
-        else:
-            digests.append(store.resolve(reference))
+    yield from files.items()
     for digest in dict.fromkeys(digests):
         try:
             data = store.get(digest)
@@ -181,4 +191,14 @@ def _required(remote: str | None) -> Remote:
 
 
 def _names_specs(path: Path) -> bool:
-    return path.suffix == ".toml" or path.is_dir()
+    return path.suffix == ".toml" or os.path.isdir(path)
+
+
+@contextmanager
+def _noted(where: str, problems: list[Problem]) -> Iterator[None]:
+    """What is wrong with one of several plans goes to `problems`."""
+    try:
+        yield
+    except M2nCompileError as error:
+        text = str(error).removeprefix(f"{where}: ")
+        problems.append(Problem(where, text.replace("\n", "\n    ")))

@@ -104,7 +104,7 @@ def _print(plan: Plan) -> None:
         f"  tensors   {summary.tensors}, {size(summary.nbytes)}, listed from {inputs.model.origin}"
     )
     for missing in inputs.model.missing:
-        out.print(f"  not sent  {missing.names}: {missing.reason}", markup=False)
+        out.print(f"  not sent  {missing.names}: {missing.reason}")
     out.print(
         f"  wire      {summary.collectives} collectives, "
         f"{size(max(summary.wire_bytes_per_worker))} to each worker"
@@ -145,6 +145,5 @@ def _print(plan: Plan) -> None:
         out.print("\nReasons")
         for reason in summary.reasons:
             out.print(
-                f"  {reason.code}: {reason.tensors} tensors, {size(reason.nbytes)}: {reason.text}",
-                markup=False,
+                f"  {reason.code}: {reason.tensors} tensors, {size(reason.nbytes)}: {reason.text}"
             )

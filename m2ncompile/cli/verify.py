@@ -69,9 +69,9 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     out = console()
     out.print(f"{document['model']} ({plan.inputs.model.architecture}), plan {plan.digest}")
     sizes = ", ".join(f"{key} {a} -> {b}" for key, (a, b) in document["reduced"].items())
-    out.print(f"  reduced   {sizes}", markup=False)
+    out.print(f"  reduced   {sizes}")
     for note in document["notes"]:
-        out.print(f"  adjusted  {note}", markup=False)
+        out.print(f"  adjusted  {note}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("module", "class", "routes", "tensors", "workers", "elements", "after loading"):
         right = column in ("tensors", "workers", "elements")
@@ -101,7 +101,7 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     if unchecked:
         out.print("\nNot checked")
         for line in unchecked:
-            out.print(line, markup=False)
+            out.print(line)
     elements = sum(row["elements"] for row in document["modules"])
     if document["passed"]:
         out.print(
