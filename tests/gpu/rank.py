@@ -11,7 +11,7 @@ import faulthandler
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,17 +20,25 @@ from m2ncompile.errors import M2nCompileError, RunError
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import load
 from m2ncompile.runtime import api
-from m2ncompile.runtime.trainer import Trainer
+from m2ncompile.runtime.worker import Worker
 from m2ncompile.verify.transfers import random_tensors
 from tests.runs import DictTarget, GivenShards, assert_same, expect, params_of
 
 
 class GpuShards(GivenShards):
-    device = torch.device("cpu")
+    """On a GPU before the sync, so that the host runs ahead of it; every third is a copy that
+    nobody else keeps, as of a source that converts."""
+
+    held: Sequence[tuple[str, torch.Tensor]] = ()
+
+    def hold(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self.tensors = tensors
+        self.held = [(name, shard.to(device)) for name, shard in super().items(frozenset())]
+        torch.cuda.synchronize(device)
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shard in super().items(whole):
-            yield name, shard.to(self.device)
+        for number, (name, shard) in enumerate(self.held):
+            yield name, shard if number % 3 else shard.clone()
 
 
 def device_of(plan: Plan, rank: int) -> torch.device:
@@ -53,7 +61,6 @@ def main() -> None:
     trainers = plan.inputs.trainer.ranks
     target = None
     shards = GpuShards(plan, rank, [])
-    shards.device = device
     done, error = 0, None
     try:
         options = dict(address=address, transport="m2n", timeout=timeout)
@@ -72,8 +79,8 @@ def main() -> None:
 
         for sync in range(1, syncs + 1):
             tensors = random_tensors(plan, sync % 10)
-            if isinstance(end, Trainer):
-                shards.tensors = tensors
+            if not isinstance(end, Worker):
+                shards.hold(tensors, device)
                 end.send(progress=progress)
             else:
                 assert target is not None

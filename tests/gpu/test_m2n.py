@@ -158,7 +158,7 @@ def make_unique_id() -> str:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_rank_that_dies_in_the_middle_of_a_sync(rank: int, tmp_path: Path) -> None:
     """A trainer, a worker: the others raise the same, inside of the deadline."""
-    said = run_ranks(tmp_path, wide_plan(), syncs=3, timeout=15.0, dies=(rank, 10))
+    said = run_ranks(tmp_path, wide_plan(), syncs=3, timeout=30.0, dies=(rank, 10))
     left = [one for one in said if one is not None]
     assert len(left) == 3
     assert {one["done"] for one in left} == {1}

@@ -29,10 +29,7 @@ class Transport(Protocol):
         ...
 
     def detached(self) -> AbstractContextManager[object] | None:
-        """What a thread must be inside of to run a sync for the caller.
-
-        None where every call ends by its deadline, so that the caller may run it itself.
-        """
+        """What a thread must be inside of to run a sync for the caller; None for nothing."""
         ...
 
     def prepare(self, legs: Sequence[Leg]) -> None: ...

@@ -3,7 +3,9 @@
 Facts that this rests on (nccl-extensions 0.1.0, nccl4py 0.6.0, NCCL 2.30.7): all ranks of the
 communicator call every reshard in one order; one is under way per communicator and stream;
 calls of a process are serialized; what it stages must fit a slot of its pool; after an error
-inside of one the communicator is dead.
+inside of one the communicator is dead. What it registers for a communicator it keeps for the
+whole process, under the communicator's address, until the handle is destroyed; and that must
+come before the communicator's end.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import metadata
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ from m2ncompile.errors import RunError
 from m2ncompile.layout import Layout
 from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.transports.streams import as_here
 from m2ncompile.staging import POOL_SLOTS
 
 if TYPE_CHECKING:
@@ -43,8 +46,15 @@ _POOL = "NCCL_RESHARD_PACK_BUFFSIZES"
 _KEPT = 8
 #: For a communicator to be aborted, in seconds.
 _PATIENCE = 3.0
-#: How often a wait looks for errors, in seconds.
-_LOOK = 0.05
+#: How often a wait looks for errors, in seconds, and whether it is over.
+_LOOK, _GLANCE = 0.05, 0.0001
+_ID = "m2ncompile/unique_id"
+
+#: Whether a communicator of this process ended before its handle: another one at its address
+#: would be given what was registered for it.
+_left_behind = False
+#: What a run of this process set for the pool, as against what was set from outside.
+_pool_set: str | None = None
 
 
 def pool_bytes(legs: Sequence[Leg]) -> int:
@@ -88,25 +98,40 @@ class M2nTransport:
         self._handle: Any = None
         self._legs: Sequence[Leg] = ()
         self._nothing: dict[Leg, tuple[Any, Any]] = {}
-        #: By leg, the address of the buffer that was last described, and its descriptor.
+        #: By leg, the address of the buffer that was last described, and its descriptor, which
+        #: does not keep it.
         self._described: dict[int, tuple[int, Any]] = {}
+        #: What may still be sent or received into.
+        self._in_use: list[torch.Tensor] = []
         self._done: OrderedDict[int, torch.cuda.Event] = OrderedDict()
         self._watchdog: threading.Timer | None = None
         self._aborted = False
 
     def detached(self) -> AbstractContextManager[object]:
-        # Device and stream are a thread's own.
-        return torch.cuda.stream(torch.cuda.current_stream(self._device))  # type: ignore[no-any-return]
+        return as_here(self._device)
 
     def prepare(self, legs: Sequence[Leg]) -> None:
+        try:
+            self._prepare(legs)
+        except BaseException:
+            if self._rank == 0 and self._given is None:
+                with suppress(Exception):
+                    self._store.set(_ID, b"")  # the others wait for it
+            raise
+
+    def _prepare(self, legs: Sequence[Leg]) -> None:
+        if _left_behind:
+            raise RunError(
+                "a transfer of this process was broken off, and NCCL M2N keeps what it "
+                "registered for it: restart the process"
+            )
         if self._device.type != "cuda":
             raise RunError(f"NCCL M2N moves GPU memory, this rank's is on {self._device}")
         self._import()
         self._legs = legs
         # Before the first handle, and the same on all ranks: part of the identity.
         if self._pool:
-            size = -(-pool_bytes(legs) // (1 << 20)) << 20
-            os.environ.setdefault(_POOL, f"{size}:{POOL_SLOTS}")
+            _set_pool(f"{-(-pool_bytes(legs) // (1 << 20)) << 20}:{POOL_SLOTS}")
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)
         for leg in set(legs):
@@ -119,9 +144,10 @@ class M2nTransport:
             self._unique = decoded_id(self._given)
             return
         if self._rank == 0:
-            unique = bytes(self._nccl.get_unique_id().as_bytes)
-            self._store.set("m2ncompile/unique_id", unique)
-        self._unique = bytes(self._store.get("m2ncompile/unique_id"))
+            self._store.set(_ID, bytes(self._nccl.get_unique_id().as_bytes))
+        self._unique = bytes(self._store.get(_ID))
+        if not self._unique:
+            raise RunError("rank 0 has no NCCL id for the others")
 
     def _import(self) -> None:
         try:
@@ -145,7 +171,7 @@ class M2nTransport:
     @property
     def identity(self) -> str:
         unique = hashlib.sha256(self._unique).hexdigest()[:12]
-        return f"{self._version}, {self._world} ranks, id {unique}, pool {os.environ.get(_POOL)}"
+        return f"pool {os.environ.get(_POOL)}, {self._version}, id {unique}, {self._world} ranks"
 
     def connect(self, deadline: Deadline) -> None:
         """Raises RunError when not all ranks come in time."""
@@ -178,9 +204,7 @@ class M2nTransport:
         """In place of `connect`: a communicator and a handle that are made already."""
         self._comm, self._handle = comm, handle
 
-    def _tensor(
-        self, dtype: str, shape: Sequence[int], layout: Layout, buffer: torch.Tensor | None
-    ) -> Any:
+    def _tensor(self, dtype: str, shape: Sequence[int], layout: Layout, buffer: int | None) -> Any:
         m2n, resolved = self._m2n, layout.resolved()
         assert resolved.placements is not None
         return m2n.DistTensor(
@@ -227,10 +251,13 @@ class M2nTransport:
 
     def _describe(self, leg: int, buffer: torch.Tensor, layout: Layout) -> Any:
         """Buffers stay where they are from sync to sync, but for a source's own."""
+        assert buffer.is_contiguous()
+        self._in_use.append(buffer)
         address, described = self._described.get(leg, (None, None))
         if address != buffer.data_ptr():
-            described = self._tensor(self._legs[leg].dtype, buffer.shape, layout, buffer)
-            self._described[leg] = buffer.data_ptr(), described
+            address = buffer.data_ptr()
+            described = self._tensor(self._legs[leg].dtype, buffer.shape, layout, address)
+            self._described[leg] = address, described
         return described
 
     def fence(self, leg: int, deadline: Deadline) -> None:
@@ -249,9 +276,10 @@ class M2nTransport:
             if now - looked > _LOOK:
                 looked = now
                 self._check(deadline, thoroughly=True)
-                time.sleep(0.001)
+            time.sleep(_GLANCE)  # for the engine's other threads
         self._check(deadline, thoroughly=True)
         self._done.clear()
+        self._in_use.clear()
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
@@ -266,8 +294,11 @@ class M2nTransport:
 
     def _abort(self) -> None:
         """Ends whatever waits in the communicator, which is dead from then on."""
+        global _left_behind
         self._aborted = True
+        torch.cuda.set_device(self._device)  # a thread's own
         if (comm := self._comm) is not None:
+            _left_behind = _left_behind or self._handle is not None
             comm.abort()
 
     def close(self) -> None:
@@ -283,12 +314,20 @@ class M2nTransport:
         if ended and handle is not None:
             torch.cuda.synchronize(self._device)
             handle.destroy()
+            self._handle = None
         # Where something is under way that may never end, the communicator ends it. Nothing
         # bounds that either.
         ending = threading.Thread(target=self._abort, name="m2ncompile-abort", daemon=True)
         ending.start()
         ending.join(_PATIENCE)
         self._comm = self._handle = None
+
+
+def _set_pool(value: str) -> None:
+    """Unless it was set from outside of this process."""
+    global _pool_set
+    if os.environ.get(_POOL) in (None, _pool_set):
+        os.environ[_POOL] = _pool_set = value
 
 
 def _numbers(version: str) -> tuple[int, ...]:

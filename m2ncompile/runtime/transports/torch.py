@@ -15,6 +15,7 @@ from m2ncompile.layout import Box
 from m2ncompile.legs import Leg
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.transports.routes import messages
+from m2ncompile.runtime.transports.streams import as_here
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -68,8 +69,7 @@ class TorchTransport:
     def detached(self) -> AbstractContextManager[object] | None:
         if self._device.type != "cuda":
             return None
-        # Device and stream are a thread's own.
-        return torch.cuda.stream(torch.cuda.current_stream(self._device))  # type: ignore[no-any-return]
+        return as_here(self._device)
 
     def prepare(self, legs: Sequence[Leg]) -> None:
         self._legs = legs
