@@ -257,6 +257,9 @@ class DictTarget:
         self._waiting: dict[str, torch.Tensor] = {}
         self._missing: dict[str, set[str]] = {}
 
+    def held(self, name: str) -> torch.Tensor | None:
+        return self.params.get(name)
+
     def live(self) -> Mapping[str, torch.Tensor]:
         return self.params
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMEOUT", "trainer", "transport_of", "worker"]
 
-#: How long a phase of the start, or a sync, may take, in seconds.
+T = TypeVar("T")
+
+#: How long a phase of the start, or of a sync, may take, in seconds.
 TIMEOUT = 300.0
 #: Stores of runs that did not come about, for those who come later, while this process lives.
 _kept: list[Store] = []
@@ -58,11 +61,11 @@ def transport_of(
     return AbsentTransport(f'there is no transport "{name}"; known: m2n, torch')
 
 
-def _told(plan: Plan | str | Path, address: str, rank: int, timeout: float) -> Plan:
-    """The plan; where there is none, the others are told instead of left waiting."""
+def _told(make: Callable[[], T], address: str, rank: int, timeout: float) -> T:
+    """What `make` returns; where it fails, the others are told instead of left waiting."""
     try:
-        return _plan(plan)
-    except M2nCompileError as error:
+        return make()
+    except (M2nCompileError, TypeError) as error:
         from m2ncompile.runtime.agree import Envelope
         from m2ncompile.runtime.control import StoreControl
         from m2ncompile.runtime.rendezvous import meet
@@ -73,6 +76,11 @@ def _told(plan: Plan | str | Path, address: str, rank: int, timeout: float) -> P
             StoreControl(store, rank, rank + 1).leave(str(error), msgspec.json.encode(envelope))
             _kept.append(store)
         raise
+
+
+def _check_rank(rank: int, ranks: int, side: str) -> None:
+    if not 0 <= rank < ranks:
+        raise RunError(f"{side} rank {rank}: the plan has {ranks} {side} ranks, counted from 0")
 
 
 def trainer(
@@ -118,9 +126,10 @@ def trainer(
         where = torch.device("cuda", torch.cuda.current_device())
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    found = _plan(plan) if stock else _told(plan, address, rank, timeout)
+    found = _plan(plan) if stock else _told(lambda: _plan(plan), address, rank, timeout)
     trainers = found.inputs.trainer.ranks
     world = trainers + found.inputs.engine.workers
+    _check_rank(rank, trainers, "trainer")
     if stock:
         from m2ncompile.runtime.stock import StockSession
 
@@ -131,12 +140,13 @@ def trainer(
         host, port = split_address(address)
         session = StockSession(client, host, port, rank, timeout, where)
         return Trainer.over(session, lambda: found, shards_of(source, trainers, where), where)
+    shards = _told(lambda: shards_of(source, trainers, where), address, rank, timeout)
     store = meet(address, rank, timeout)
 
     def construct(driver: Driver | None) -> Trainer:
         return Trainer(
             lambda: found,
-            shards_of(source, trainers, where),
+            shards,
             StoreControl(store, rank, world),
             transport_of(transport, store, rank, world, where, nccl_unique_id_b64),
             trainers=trainers,
@@ -177,6 +187,7 @@ def worker(
     found = _plan(plan)
     trainers = found.inputs.trainer.ranks
     world, place = trainers + found.inputs.engine.workers, trainers + rank
+    _check_rank(rank, found.inputs.engine.workers, "worker")
     store = meet(address, place, timeout)
     return Worker(
         lambda: found,

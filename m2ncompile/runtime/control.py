@@ -2,26 +2,32 @@
 
 Rank 0 collects what the ranks say and publishes the lot, so that survivors of a
 failure can't see different things of who answered in time.
+
+A store's calls have no time limit where the other side is there and does not answer (stopped,
+or lost without a word), so each is made on a thread that can be left behind.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from m2ncompile.errors import RunError
-from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.deadline import Deadline, within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from vllm.distributed.utils import StatelessProcessGroup
 
 __all__ = ["Answers", "ControlPlane", "StoreControl", "Watch"]
+
+_T = TypeVar("_T")
 
 #: Says why waiting is in vain, or None.
 Watch = Callable[[], str | None]
@@ -30,8 +36,8 @@ Watch = Callable[[], str | None]
 _MARGIN = 5.0
 #: What rank 0 waits at most for the others to read what it published, in seconds.
 _SETTLE = 2.0
-#: How soon rank 0 looks again whether it waits in vain, in seconds; twice as long each time.
-_LOOK, _LOOK_AT_MOST = 0.0005, 0.02
+#: How soon rank 0 looks again whether it waits in vain, in seconds, and as part of its wait so far.
+_LOOK, _LOOK_AT_MOST, _LOOK_SHARE = 0.0005, 0.02, 0.02
 
 
 class Answers(msgspec.Struct, frozen=True):
@@ -81,8 +87,12 @@ class StoreControl:
         self.rank, self.world = rank, world
         self._store = PrefixStore(name, store)
         self._round = 0
-        #: On rank 0, who has still to read what it published.
+        #: On rank 0, the last round that it published, each once; and who has still to read it.
+        self._published = -1
         self._unread: list[str] = []
+        self._publishing = threading.Lock()
+        #: Whether the store has left a call without an answer.
+        self._silent = False
 
     @classmethod
     def over(cls, group: StatelessProcessGroup) -> StoreControl:
@@ -91,34 +101,53 @@ class StoreControl:
 
     def exchange(self, mine: bytes, deadline: Deadline, watch: Watch | None = None) -> Answers:
         number, self._round = self._round, self._round + 1
+        limit = deadline.remaining + _MARGIN + _SETTLE
         try:
-            self._store.set(f"{number}/{self.rank}", mine)
-            if self.rank == 0:
-                answers = self._collect(number, deadline, watch)
-                self._publish(number, answers)
-                self._forget(number - 2)
-                return answers
-            patience = deadline.extended(_MARGIN)
-            self._store.wait([f"{number}/all"], patience.timeout())
-            answers = msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
-            self._store.set(f"{number}/read/{self.rank}", b"")
-            return answers
+            return self._called(lambda: self._exchanged(number, mine, deadline, watch), limit)
         except (RuntimeError, OSError, msgspec.DecodeError) as error:
             if isinstance(error, RunError):
                 raise
-            # The store's own words name ports and milliseconds, which differ from rank to rank.
+            # The store's own words name ports and milliseconds, which differ from rank to rank,
+            # as deadlines may.
             raise RunError(
-                "rank 0, which hosts the control plane, did not answer within "
-                f"{deadline.seconds:g} s, or is gone"
+                "rank 0, which hosts the control plane, did not answer in time, or is gone"
             ) from error
 
+    def _called(self, call: Callable[[], _T], seconds: float) -> _T:
+        if self._silent:
+            raise TimeoutError("no answer to an earlier call")
+        try:
+            return within(call, seconds)
+        except TimeoutError:
+            self._silent = True
+            raise
+
+    def _exchanged(
+        self, number: int, mine: bytes, deadline: Deadline, watch: Watch | None
+    ) -> Answers:
+        self._store.set(f"{number}/{self.rank}", mine)
+        if self.rank == 0:
+            answers = self._collect(number, deadline, watch)
+            self._publish(number, answers)
+            self._forget(number - 2)
+            return answers
+        patience = deadline.extended(_MARGIN)
+        self._store.wait([f"{number}/all"], patience.timeout())
+        answers = msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
+        self._store.set(f"{number}/read/{self.rank}", b"")
+        return answers
+
     def leave(self, why: str, mine: bytes) -> None:
+        with suppress(TimeoutError):
+            self._called(lambda: self._left(why, mine), _SETTLE)
+
+    def _left(self, why: str, mine: bytes) -> None:
         if self.rank:
-            # An interrupt may have come before it spoke in the round that it was in.
+            # It may have spoken in the round that it was in, or not yet; and takes that back.
             for number in (max(self._round - 1, 0), self._round):
-                if not self._store.check([f"{number}/{self.rank}"]):
+                if not self._store.check([f"{number}/all"]):
                     self._store.set(f"{number}/{self.rank}", mine)
-                    self._store.set(f"{number}/read/{self.rank}", b"")  # nor reads it
+                self._store.set(f"{number}/read/{self.rank}", b"")  # nor reads it
             return
         for number in (self._round - 1, self._round):
             if number >= 0 and not self._store.check([f"{number}/all"]):
@@ -128,8 +157,9 @@ class StoreControl:
 
     def settle(self) -> None:
         if self._unread:
-            with suppress(RuntimeError):
-                self._store.wait(self._unread, timedelta(seconds=_SETTLE))
+            with suppress(RuntimeError, TimeoutError):
+                unread, patience = self._unread, timedelta(seconds=_SETTLE)
+                self._called(lambda: self._store.wait(unread, patience), 2 * _SETTLE)
             self._unread = []
 
     def close(self) -> None:
@@ -137,7 +167,11 @@ class StoreControl:
         self.__dict__.pop("_store", None)
 
     def _publish(self, number: int, answers: Answers) -> None:
-        self._store.set(f"{number}/all", msgspec.msgpack.encode(answers))
+        with self._publishing:  # an exchange that was left behind must not contradict `leave`
+            if number <= self._published:
+                return
+            self._published = number
+            self._store.set(f"{number}/all", msgspec.msgpack.encode(answers))
         self._unread = [
             f"{number}/read/{rank}"
             for rank, answer in enumerate(answers.by_rank)
@@ -146,16 +180,13 @@ class StoreControl:
 
     def _collect(self, number: int, deadline: Deadline, watch: Watch | None) -> Answers:
         keys = [f"{number}/{rank}" for rank in range(self.world)]
-        missing, vain, pause = keys, None, _LOOK
-        if watch is None:
-            with suppress(RuntimeError):
-                self._store.wait(keys, deadline.timeout())
+        missing, vain, began = keys, None, time.monotonic()
         while missing := [key for key in missing if not self._store.check([key])]:
             if deadline.passed or (watch and (vain := watch()) is not None):
                 break
             # Not waits that time out: torch warns of each.
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK_AT_MOST)
+            waited = time.monotonic() - began
+            time.sleep(min(max(_LOOK, waited * _LOOK_SHARE), _LOOK_AT_MOST))
         answers = (None if key in missing else self._store.get(key) for key in keys)
         late = missing and vain is None
         return Answers(tuple(answers), vain, deadline.seconds if late else None)

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "within"]
+
+T = TypeVar("T")
+
+
+def within(action: Callable[[], T], seconds: float) -> T:
+    """What `action` returns or raises, on a thread of its own.
+
+    Raises TimeoutError after `seconds`. What does not end by itself is left behind.
+    """
+    outcome: list[tuple[T, None] | tuple[None, BaseException]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((action(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="m2ncompile-run", daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    found, failure = outcome[0]
+    if failure is not None:
+        raise failure
+    return found  # type: ignore[return-value]
 
 
 class Deadline:

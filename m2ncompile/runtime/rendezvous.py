@@ -7,11 +7,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from m2ncompile.errors import RunError
+from m2ncompile.runtime.deadline import within
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = ["meet", "split_address"]
+
+#: What a connection gets over its own time limit, in seconds.
+_SLACK = 1.0
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -31,7 +35,8 @@ def meet(address: str, rank: int, timeout: float) -> Store:
     import torch.distributed as dist
 
     host, port = split_address(address)
-    try:
+
+    def connect() -> Store:
         return dist.TCPStore(
             host,
             port,
@@ -39,6 +44,10 @@ def meet(address: str, rank: int, timeout: float) -> Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
         )
+
+    try:
+        # It waits for ever where somebody takes the connection and says nothing.
+        return within(connect, timeout + _SLACK)
     except (RuntimeError, OSError) as error:
         what = "open the control plane" if rank == 0 else "reach trainer 0's control plane"
         first = str(error).strip().splitlines()[0]

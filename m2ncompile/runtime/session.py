@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.agree import Envelope, agree
 from m2ncompile.runtime.control import ControlPlane, Watch
-from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.deadline import Deadline, within
 from m2ncompile.runtime.transports.base import Transport
 
 __all__ = ["GRACE", "Session", "attempt", "bounded", "destination_digest"]
@@ -129,10 +130,13 @@ class Session:
             )
         return plan
 
-    def sync(self, note: str, run: Callable[[str, Deadline], T]) -> tuple[str, T, float]:
+    def sync(
+        self, note: str, run: Callable[[str, Deadline], T], flaw: str | None = None
+    ) -> tuple[str, T, float]:
         """One sync: all ranks begin, `run` moves the data, all ranks end.
 
-        `note` is the version that a trainer sends, empty on a worker. Returns the
+        `note` is the version that a trainer sends, empty on a worker; `flaw` why this
+        rank can't begin. `timeout` bounds the wait for all ranks, then the data. Returns the
         version, what `run` gave, and the seconds spent on agreeing. Raises
         RunError, the same on all ranks that still answer; `unusable` says what
         is left of the weights.
@@ -142,28 +146,30 @@ class Session:
         if not self._busy.acquire(blocking=False):
             raise RunError("another thread of this rank is in a sync, or closed the run")
         try:
-            return self._sync(note, run)
+            return self._sync(note, run, flaw)
         finally:
             if self._closed.is_set():
                 self.control.close()
             else:
                 self._busy.release()
 
-    def _sync(self, note: str, run: Callable[[str, Deadline], T]) -> tuple[str, T, float]:
-        deadline = Deadline(self.timeout)
+    def _sync(
+        self, note: str, run: Callable[[str, Deadline], T], flaw: str | None
+    ) -> tuple[str, T, float]:
+        called = time.monotonic()
         try:
             notes = self._agree(
                 "begin",
                 f"sync {self._syncs} of program {self._program[:16]}",
                 "the sync did not begin; no data was moved",
+                flaw,
                 note=note,
-                deadline=deadline,
             )
             version = self._one_version(notes)
         except BaseException as failure:
             self._leave(failure)
             raise
-        began = self.timeout - deadline.remaining
+        began, deadline = time.monotonic(), Deadline(self.timeout)
         try:
             result, error = bounded(self.transport, lambda: run(version, deadline), deadline)
             if self._closed.is_set():
@@ -172,7 +178,7 @@ class Session:
                 self.transport.close()  # wakes those who wait for this rank
             # What failed here is over on the others at once, but for those that are gone.
             ending = deadline.extended(GRACE) if error is None else Deadline(GRACE)
-            ended = ending.remaining
+            moved = time.monotonic()
             self._agree(
                 "end",
                 f'sync {self._syncs} of version "{version}"',
@@ -186,7 +192,7 @@ class Session:
             raise
         assert result is not None
         self._syncs += 1
-        return version, result, began + ended - ending.remaining
+        return version, result, began - called + time.monotonic() - moved
 
     def _one_version(self, notes: list[str]) -> str:
         versions = notes[: self.trainers]
@@ -207,8 +213,8 @@ class Session:
         words = _words(failure)
         weights = "" if version is None else f"; weights may be partly those of version {version}"
         self.unusable = f"{words}{weights}. Connect again, then send everything"
-        if not isinstance(failure, RunError):
-            # Not agreed on, such as an interrupt: the others need not wait for this rank.
+        if not getattr(failure, "agreed", False):
+            # Such as an interrupt: the others need not wait for this rank.
             gone = Envelope("gone", self.control.world, "", f"it left: {words}")
             with suppress(Exception):
                 self.control.leave(f"it left: {words}", msgspec.json.encode(gone))
@@ -253,22 +259,17 @@ def bounded(
 ) -> tuple[T | None, str | None]:
     """As `attempt`, in no more time than there is.
 
-    A GPU that waits for a rank that is gone may hold whoever touches it, and nothing
-    ends that: then it is left to a thread.
+    A GPU that waits for a rank that is gone may hold whoever touches it, and so may a
+    collective of the trainer's source; nothing ends that: then it is left to a thread.
     """
-    around = transport.detached()
-    if around is None:
-        return attempt(action)
-    outcome: list[tuple[T | None, str | None]] = []
+    around = transport.detached() or nullcontext()
 
-    def run() -> None:
+    def run() -> tuple[T | None, str | None]:
         with around:
-            outcome.append(attempt(action))
+            return attempt(action)
 
-    thread = threading.Thread(target=run, name="m2ncompile-sync", daemon=True)
-    thread.start()
-    thread.join(deadline.remaining + _SLACK)
-    if outcome:
-        return outcome[0]
-    seconds = f"{deadline.seconds:g} s"
-    return None, f"the transfer did not end within {seconds}, and holds the GPU: restart it"
+    try:
+        return within(run, deadline.remaining + _SLACK)
+    except TimeoutError:
+        seconds = f"{deadline.seconds:g} s"
+        return None, f"the transfer did not end within {seconds}, and goes on: restart the process"

@@ -108,8 +108,18 @@ class ModuleShards:
         self, module: torch.nn.Module, ranks: int, device: torch.device | None = None
     ) -> None:
         self._module, self._ranks, self._device = module, ranks, device
+        #: FSDP2's modules, by what they can do.
+        self._gathering: list[Any] = [
+            one for one in module.modules() if hasattr(one, "reshard") and hasattr(one, "unshard")
+        ]
+
+    def _reshard(self) -> None:
+        """FSDP2 leaves its root whole after a forward without a backward."""
+        for one in self._gathering:
+            one.reshard()
 
     def describe(self) -> Sequence[Held]:
+        self._reshard()
         return [
             Held(
                 name,
@@ -131,6 +141,7 @@ class ModuleShards:
         return None
 
     def items(self, whole: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        self._reshard()
         for name, parameter in saved(self._module):
             local: Any = parameter
             if hasattr(local, "to_local"):

@@ -38,6 +38,10 @@ class Target(Protocol):
         """Parameters and buffers that the kernels read, under all of their names."""
         ...
 
+    def held(self, name: str) -> torch.Tensor | None:
+        """One of `live` as of now, without a search: it is asked for many in each sync."""
+        ...
+
     def load_form(self, name: str) -> Form | None:
         """A parameter in load format, None if there is none of the name."""
         ...

@@ -32,8 +32,8 @@ Progress = Callable[[int, int], None]
 class Trainer:
     """One trainer rank. Every rank constructs one, and calls `send` after each step.
 
-    `timeout` bounds each phase of the start, and each sync, in seconds. Raises
-    RunError, the same on all ranks, when any of them can't go on.
+    `timeout` bounds each phase of the start, and in each sync the wait for all ranks and then
+    the transfer, in seconds. Raises RunError, the same on all ranks, when any of them can't go on.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Trainer:
         same on all ranks; `unusable` then says whether another sync is possible.
         """
         started = time.perf_counter()
-        name = str(self._version + 1) if version is None else version
+        name = str(self._version + 1 if version is None else version)
         _, nbytes, agreeing = self._session.sync(name, lambda _, d: self._run(d, progress))
         self._version += 1
         staging = sum(memory.nbytes for memory in self._packed.values())
@@ -129,6 +129,8 @@ class Trainer:
         #: Leg that last used each of the packed buffers.
         used: dict[int, int] = {}
         nbytes = taken = packed = 0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the step may have run on other streams
         with torch.no_grad():
             source = iter(self._shards.items(binding.whole))
             for leg, send in enumerate(binding.sends):
@@ -199,6 +201,8 @@ class Trainer:
                 f"{name}: the source gave out {shard.dtype} {list(shard.shape)}, it must be "
                 f"{self._dtypes[index]} {list(shape)}"
             )
+        if shard.device.type != self._device.type:
+            raise RunError(f"{name}: its shard is on {shard.device}, the run is on {self._device}")
         if not shard.is_contiguous():
             raise RunError(f"{name}: its shard has strides {list(shard.stride())}, not row-major")
         given[index] = shard

@@ -46,6 +46,15 @@ class VllmTarget:
         self._modules: nn.Module | None = None
         #: Parameters in load format, and the loaders that they had.
         self._replaced: list[tuple[torch.Tensor, Any]] = []
+        #: By name, the module that has the parameter, and what it calls it.
+        self._owners: dict[str, tuple[nn.Module | None, str]] = {}
+
+    def held(self, name: str) -> torch.Tensor | None:
+        owner = self._owners.get(name)
+        if owner is None:
+            owner = self._owners[name] = self._owner(name)
+        module, leaf = owner
+        return None if module is None else getattr(module, leaf, None)
 
     def live(self) -> Mapping[str, torch.Tensor]:
         return {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from m2ncompile.runtime.api import TIMEOUT, transport_of
 from m2ncompile.runtime.control import StoreControl
 from m2ncompile.runtime.driver import unpacked_plan
 from m2ncompile.runtime.rendezvous import meet
+from m2ncompile.runtime.session import GRACE
+from m2ncompile.runtime.vllm_experts import check_experts
+from m2ncompile.runtime.vllm_peers import Peers
 from m2ncompile.runtime.vllm_target import VllmTarget
 from m2ncompile.runtime.worker import Worker
 
@@ -60,6 +63,8 @@ class PlanInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
                 f"rank_offset {self.rank_offset} must leave a worker in world_size "
                 f"{self.world_size}"
             )
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"timeout must be a number of seconds, got {self.timeout}")
 
     def load(self) -> Plan:
         if self.plan_data is not None:
@@ -81,7 +86,12 @@ class PlanUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo]):  # type: ignore[misc]
-    """One worker's end. An update is one call of `update_weights`, between start and finish."""
+    """One worker's end. An update is one call of `update_weights`, between start and finish.
+
+    vLLM's worker keeps whether an update is open: it is once `start_weight_update` returned, and
+    no more once `update_weights` raised or `finish_weight_update` returned. It refuses, on all
+    workers, calls that do not fit that; so it should be the same on all, though one alone raises.
+    """
 
     init_info_cls = PlanInitInfo
     update_info_cls = PlanUpdateInfo
@@ -91,105 +101,147 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self.worker: Worker | None = None
+        self.peers = Peers(self.parallel_config)
+        #: Why there is no worker any more, on all of them alike.
+        self._ended: str | None = None
         self._started = self._received = False
+        self._timeout = TIMEOUT
 
-    def init_transfer_engine(self, init_info: PlanInitInfo) -> None:
-        with self._one_raises():
-            if self.worker is not None and self.worker.unusable is None:
-                raise _alike("a plan is bound already; call shutdown_weight_transfer_engine first")
-            self.shutdown()
-            parallel = self.parallel_config
-            rank = init_info.rank_offset + (
-                parallel.data_parallel_index * parallel.world_size + parallel.rank
+    def parse_init_info(self, init_dict: dict[str, Any]) -> PlanInitInfo | None:
+        """None where it can't be read, which all workers find, and the last one raises."""
+        try:
+            info: PlanInitInfo = super().parse_init_info(init_dict)
+        except ValueError as error:
+            self._raise(error)
+            return None
+        return info
+
+    def init_transfer_engine(self, init_info: PlanInitInfo | None) -> None:
+        if init_info is None:
+            return
+        if self.worker is not None:
+            first = "finish_weight_update, then " if self._started else ""
+            self._refuse(
+                f"a plan is bound already; call {first}shutdown_weight_transfer_engine first"
             )
-            address = f"{init_info.master_address}:{init_info.master_port}"
-            store = meet(address, rank, init_info.timeout)
-            version = vllm.__version__.split("+")[0]
-            self.worker = Worker(
-                init_info.load,
-                VllmTarget(self.model, self.model_config, self.device, version),
-                StoreControl(store, rank, init_info.world_size),
-                transport_of(
-                    init_info.transport,
-                    store,
-                    rank,
-                    init_info.world_size,
-                    self.device,
-                    init_info.nccl_unique_id_b64,
-                ),
-                trainers=init_info.rank_offset,
-                timeout=init_info.timeout,
-            )
+            return
+        self.shutdown()
+        # A trainer that died in an update has not finished it.
+        self._close_update()
+        self._timeout = init_info.timeout
+        self._all(lambda: self._connect(init_info))
+
+    def _connect(self, init_info: PlanInitInfo) -> None:
+        rank = init_info.rank_offset + self.peers.number
+        address = f"{init_info.master_address}:{init_info.master_port}"
+        store = meet(address, rank, init_info.timeout)
+        version = vllm.__version__.split("+")[0]
+
+        def load() -> Plan:
+            plan = init_info.load()
+            check_experts(plan.inputs.engine, self.peers.number, self.model, self.parallel_config)
+            return plan
+
+        self.worker = Worker(
+            load,
+            VllmTarget(self.model, self.model_config, self.device, version),
+            StoreControl(store, rank, init_info.world_size),
+            transport_of(
+                init_info.transport,
+                store,
+                rank,
+                init_info.world_size,
+                self.device,
+                init_info.nccl_unique_id_b64,
+            ),
+            trainers=init_info.rank_offset,
+            timeout=init_info.timeout,
+        )
 
     def start_weight_update(self) -> None:
-        with self._one_raises():
-            worker = self._ready()
-            if worker.unusable is not None:
-                raise _alike(f"no update is possible: {worker.unusable}")
-            self._started, self._received = True, False
+        # Raises nothing: vLLM would hold the update for open on the other workers alone.
+        self._started, self._received = True, False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # As the base class, without its device synchronization: `receive` ends with one, and
         # the base's fails where there is no accelerator.
-        self.receive_weights(self.parse_update_info(update_info))
+        if self.worker is None:
+            self._refuse(
+                "no plan is bound yet; call init_weight_transfer_engine first"
+                if self._ended is None
+                else f"no update is possible: {self._ended}"
+            )
+        elif not self._started:
+            self._refuse("update_weights came without start_weight_update")
+        elif self._received:
+            self._refuse(
+                f"update_weights came twice: version {self.worker.version} is complete; call "
+                "finish_weight_update"
+            )
+        else:
+            self._all(lambda: self.receive_weights(self.parse_update_info(update_info)))
+            self._received = self.worker is not None
 
     def receive_weights(self, update_info: PlanUpdateInfo) -> None:
-        with self._one_raises():
-            worker = self._ready()
-            if not self._started:
-                raise _alike("update_weights came without start_weight_update")
-            if self._received:
-                raise _alike(
-                    f"update_weights came twice: version {worker.version} is complete; call "
-                    "finish_weight_update"
-                )
-            worker.receive()
-            self._received = True
+        assert self.worker is not None
+        self.worker.receive()
 
     def finish_weight_update(self) -> None:
-        with self._one_raises():
-            worker = self._ready()
-            started, self._started = self._started, False
-            if worker.unusable is not None:
-                return  # the update raised already; this ends vLLM's session
-            if not started:
-                raise _alike("finish_weight_update came without start_weight_update")
-            if not self._received:
-                raise _alike(
+        started, self._started = self._started, False
+        # Where the update failed, that was raised; this ends it for vLLM.
+        if self.worker is not None and started and not self._received:
+            version = self.worker.version
+            if self._close_update() or not self.peers.raises:
+                self._refuse(
                     "finish_weight_update came before update_weights: the weights are still "
-                    f"those of version {worker.version}"
+                    f"those of version {version}"
                 )
 
-    @contextmanager
-    def _one_raises(self) -> Iterator[None]:
-        """What all workers fail with, only the last of vLLM's executor raises.
-
-        It reads the workers' answers in order and stops at the first error (vLLM 0.32.0 and
-        0.33.0, `multiproc_executor`): what the others then say would be taken for the
-        answer to the next call.
-        """
+    def _all(self, action: Callable[[], None]) -> None:
+        """On all workers or none: else the run is over, and says why to every later call."""
+        failure: Exception | None = None
         try:
-            yield
-        except RunError as error:
-            parallel = self.parallel_config
-            if not error.agreed or parallel.rank == parallel.world_size - 1:
-                raise
-            logger.error("%s", error)
+            action()
+        except Exception as error:
+            failure = error
+        # Each of its waits ends within the timeout and a little, once another worker gave up.
+        failure = self.peers.told(failure, 2 * (self._timeout + GRACE))
+        if failure is not None:
+            ended = None if self.worker is None else self.worker.unusable
+            self.shutdown()
+            self._ended = ended or str(failure)
+            self._raise(failure)
 
-    def _ready(self) -> Worker:
-        if self.worker is None:
-            raise _alike("no plan is bound yet; call init_weight_transfer_engine first")
-        return self.worker
+    def _refuse(self, message: str) -> None:
+        """What every worker finds, since vLLM calls them all alike."""
+        error = RunError(message)
+        error.agreed = True
+        self._raise(error)
+
+    def _raise(self, error: Exception) -> None:
+        if self.peers.raises:
+            raise error
+        logger.error("%s", error)
+
+    def _close_update(self) -> bool:
+        """For vLLM no update is open any more. False where its worker is not found.
+
+        It is the one who calls: vLLM gives an engine no other way to it.
+        """
+        frame = sys._getframe()
+        while frame is not None:
+            caller = getattr(frame.f_locals.get("self"), "__dict__", {})
+            if caller.get("weight_transfer_engine") is self:
+                caller["_weight_update_active"] = False
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
 
     def shutdown(self) -> None:
-        worker, self.worker = self.worker, None
+        worker, self.worker, self._ended = self.worker, None, None
         self._started = self._received = False
         if worker is not None:
-            worker.close()
-
-
-def _alike(message: str) -> RunError:
-    """What every worker finds, since vLLM calls them all alike."""
-    error = RunError(message)
-    error.agreed = True
-    return error
+            try:
+                worker.close()
+            except Exception:  # one worker's own, and nothing depends on it
+                logger.exception("the run was not closed well")

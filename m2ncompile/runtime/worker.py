@@ -93,6 +93,14 @@ class Worker:
                     into = staged if receive.route == "reload" else live
                     places.append(_view(into[part.into], part.view))
             self._places.append(places)
+        #: What is written directly, and where that is.
+        self._direct = {
+            part.into: _at(live[part.into])
+            for receive in binding.receives
+            if receive is not None and receive.route == "direct"
+            for part in receive.parts
+            if part.into is not None
+        }
         #: By tensor, what has arrived so far of those that fall back in parts.
         self._partials: dict[int, torch.Tensor] = {}
         legs = legs_of(plan)
@@ -107,6 +115,17 @@ class Worker:
                 nbytes[receive.route] += numel * self._dtypes[leg].itemsize
         self._routes = tuple(RouteStats(r, counts[r], nbytes[r]) for r in sorted(counts))
         return binding
+
+    def _replaced(self) -> str | None:
+        """Which parameters are no longer the memory that was bound, in words."""
+        now = ((name, self._target.held(name), bound) for name, bound in self._direct.items())
+        found = [name for name, held, bound in now if held is None or _at(held) != bound]
+        if not found:
+            return None
+        return (
+            f"{len(found)} of its parameters are not in the memory, or of the shape, that they "
+            f"had at the start, such as {found[0]}: connect again"
+        )
 
     def _staged(self, one: Staged) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, one.form.dtype)
@@ -126,7 +145,7 @@ class Worker:
         """
         started = time.perf_counter()
         version, _, agreeing = self._session.sync(
-            "", lambda _, deadline: self._run(deadline, progress)
+            "", lambda _, deadline: self._run(deadline, progress), self._replaced()
         )
         self.version = version
         seconds = time.perf_counter() - started
@@ -234,6 +253,11 @@ class Worker:
 
 def _row_major(shape: Sequence[int]) -> list[int]:
     return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _at(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Which memory, seen as what."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -141,6 +141,17 @@ def build_plan(kind: str, folder: Path, model: Path, name: str, target: str) -> 
     assert done.returncode == 0, done.stderr
 
 
+def fail(url: str, plan: Path, trainers: list[str], log: Path) -> None:
+    """Two starts that come to nothing: nobody at the address, trainer 0 killed in its sync."""
+    address = {"master_address": "127.0.0.1", "master_port": free_port()}
+    world = {"rank_offset": 2, "world_size": 4, "plan": str(plan), "timeout": 1.0}
+    with pytest.raises(HTTPError, match="500"):
+        post(f"{url}/init_weight_transfer_engine", {"init_info": address | world})
+    with process(trainers, log, OMP_NUM_THREADS="1") as training:
+        assert training.wait(120) != 0
+    assert "Signal 9 (SIGKILL)" in log.read_text(), log.read_text()[-3000:]
+
+
 @pytest.mark.parametrize(("kind", "how"), [("llama", "server"), ("qwen3_moe", "offline")])
 def test_a_real_engine_serves_what_trainers_send(kind: str, how: str, tmp_path: Path) -> None:
     import m2ncompile
@@ -160,10 +171,13 @@ def test_a_real_engine_serves_what_trainers_send(kind: str, how: str, tmp_path: 
     trainers = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     trainers += ["--nproc-per-node=2", str(HERE / "train.py"), kind, str(tmp_path), url]
     trainers += [f"127.0.0.1:{meeting}"]
+    dying = [*trainers[:-1], f"127.0.0.1:{free_port()}", "dies"]
     logs = tmp_path / "engine.log", tmp_path / "trainers.log"
     with process(engine, logs[0]) as serving:
         until(lambda: healthy(url), serving, logs[0], 240)
         assert tokens(url) == greedy(old)
+        if how == "server":
+            fail(url, tmp_path / "plan.json", dying, tmp_path / "dying.log")
         with process(trainers, logs[1], OMP_NUM_THREADS="1") as training:
             seen = []
             for version in ("1", "2", "3"):

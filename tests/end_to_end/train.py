@@ -1,14 +1,17 @@
 """A trainer of FSDP2 ranks, started by torchrun: sends its weights, trains, sends again.
 
-usage: torchrun ... train.py KIND FOLDER ENGINE_URL ADDRESS
+usage: torchrun ... train.py KIND FOLDER ENGINE_URL ADDRESS [dies]
 
 Rank 0 writes the tokens that transformers gives to FOLDER/tokens.json, by version; after each
-send it waits for FOLDER/go-VERSION, which the test writes when it has looked.
+send it waits for FOLDER/go-VERSION, which the test writes when it has looked. With `dies` it is
+killed in the middle of the first send.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +28,11 @@ from m2ncompile.errors import RunError
 from tests.end_to_end.models import build, greedy
 
 
+def die(done: int, legs: int) -> None:
+    if dist.get_rank() == 0 and done > legs // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     kind, folder, url, address = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist.init_process_group("gloo")
@@ -35,6 +43,10 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     client = HTTPVLLMWeightSyncClient(url)
     options: dict[str, Any] = dict(address=address, client=client, timeout=60.0)
+
+    if sys.argv[5:] == ["dies"]:
+        options["timeout"] = 10.0
+        m2ncompile.trainer(folder / "plan.json", model, **options).send("lost", die)
 
     # A worker that finds another plan: nobody starts, all say why, and a later start works.
     try:

@@ -13,6 +13,7 @@ import pytest
 from m2ncompile.errors import RunError
 from m2ncompile.runtime import api
 from m2ncompile.runtime.driver import worker_init_info
+from m2ncompile.runtime.rendezvous import meet
 from m2ncompile.runtime.transports.m2n import decoded_id
 from m2ncompile.verify.transfers import random_tensors
 from tests.runs import DictTarget, GivenShards, params_of, varied_plan
@@ -36,9 +37,9 @@ def errors(tmp_path: Path, **changed: tuple[int, Any]) -> list[str]:
             target = DictTarget(params_of(plan, rank - 2))
             return api.worker(plan, target, address=address, rank=rank - 2, timeout=TIMEOUT)
         given: dict[str, Any] = {"plan": path, "transport": "torch"}
+        given["source"] = GivenShards(plan, rank, tensors)
         given |= {name: value for name, (who, value) in changed.items() if who == rank}
-        source = GivenShards(plan, rank, tensors)
-        return api.trainer(source=source, address=address, rank=rank, timeout=TIMEOUT, **given)
+        return api.trainer(address=address, rank=rank, timeout=TIMEOUT, **given)
 
     with ThreadPoolExecutor(4) as pool:
         starts = [pool.submit(start, rank) for rank in range(4)]
@@ -53,6 +54,30 @@ def test_a_plan_that_one_trainer_lacks(rank: int, tmp_path: Path) -> None:
         assert "other.json: no such file" in text
     agreed = {text for text in found if text.startswith("the run can't start; no data was moved")}
     assert len(agreed) == 1 and f"trainer {rank}: " in agreed.pop()
+
+
+def test_a_source_that_is_none_on_one_trainer(tmp_path: Path) -> None:
+    found = errors(tmp_path, source=(1, object()))
+    assert len(found) == 4
+    for text in found:
+        assert "a trainer sends a torch module, or a source with" in text
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_the_plan_has_not(rank: int, tmp_path: Path) -> None:
+    plan = varied_plan(5)
+    target = DictTarget(params_of(plan, 0))
+    with pytest.raises(RunError, match=f"worker rank {rank}: the plan has 2 worker ranks"):
+        api.worker(plan, target, address="127.0.0.1:1", rank=rank)
+    with pytest.raises(RunError, match=f"trainer rank {rank}: the plan has 2 trainer ranks"):
+        api.trainer(plan, GivenShards(plan, 0, []), address="127.0.0.1:1", rank=rank)
+
+
+def test_an_address_that_answers_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"can't reach trainer 0's control plane at {address}"):
+            meet(address, 1, 0.5)
 
 
 @pytest.mark.parametrize("text", ["", "x", "AAAA", base64.b64encode(bytes(127)).decode()])

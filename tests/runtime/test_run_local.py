@@ -205,12 +205,29 @@ def test_an_error_on_one_rank_is_everyones_and_ends_the_run() -> None:
     assert "worker 1: ValueError: no room for model.embed.weight" in errors[0]
     assert run.targets[1].abandoned == 1
     assert [worker.version for worker in run.workers] == ["1", "1"]
-    for end in (*run.trainers, *run.workers):
+    ends: list[Trainer | Worker] = [*run.trainers, *run.workers]
+    for end in ends:
         assert end.unusable is not None
         assert "no room for" in end.unusable
         assert "weights may be partly those of version 2" in end.unusable
     for error in failures([*(t.send for t in run.trainers), *(w.receive for w in run.workers)]):
         assert "this run has ended" in error and "no room for" in error
+
+
+def test_a_parameter_put_elsewhere_between_syncs_is_noticed_before_data_moves() -> None:
+    run = Run(make_plan())
+    run.check_syncs([1])
+    name = "model.layers.0.down.weight"
+    before = run.targets[1].params[name].clone()
+    run.targets[1].params[name] = before.clone()
+    errors = failures([*(t.send for t in run.trainers), *(w.receive for w in run.workers)])
+    assert len(set(errors)) == 1
+    assert "the sync did not begin; no data was moved" in errors[0]
+    assert (
+        f"worker 1: 1 of its parameters are not in the memory, or of the shape, that they had "
+        f"at the start, such as {name}" in errors[0]
+    )
+    assert torch.equal(run.targets[1].params[name], before)
 
 
 def test_a_closed_run_says_so() -> None:
