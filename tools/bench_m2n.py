@@ -6,18 +6,21 @@ Trainer ranks share the first half of the GPUs, workers the second, ranks of one
 GPUs where there are fewer (NCCL_MULTI_RANK_GPU_ENABLE=1). Weights are random bits. Workers
 hold plain tensors in place of an engine's module: `direct` is written into them, `reload`
 is copied into one more, as an engine's processing would. They are filled with other bits
-before each sync, and compared after it.
+before each sync, which all ranks enter together, and compared after it.
 
-Per plan: seconds of the start, of the median sync after the first (of the slowest rank), GB/s
-of the whole model, host microseconds a transfer. Beside it, on the same ranks in the same
-run, one reshard of a tensor of 2 GB, which is the peak, and an NCCL broadcast of the model's
-bytes from one trainer to all. `held` is the most that a worker allocated over its
-parameters, without the pool; `stated` what the plan says it needs.
+Per plan: seconds of the start, of the median sync after the first (of the slowest rank), how
+much of it the GPU was at it (packing, transfers, unpacking; the rest is the host's), GB/s
+of the whole model, and host microseconds to issue a transfer. Beside it, on the same ranks in
+the same run, bare reshards of one tensor of 2 GB, which is the peak, and an NCCL broadcast of
+the model's bytes from one trainer to all. `held` is the most that a worker allocated over its
+parameters; `stated` what the plan says it needs. `besides` is what else of the GPU's memory a
+rank took, for the pool and NCCL itself, where every rank has a GPU of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -27,8 +30,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from queue import Empty, Queue
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -50,34 +55,40 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--address")
+    parser.add_argument("--addresses")
     options = parser.parse_args()
     if options.rank is not None:
-        print(json.dumps(rank_main(options)), flush=True)
-        return
+        for path, address in zip(options.plans, options.addresses.split(","), strict=True):
+            print(json.dumps(rank_main(path, address, options)), flush=True)
+        os._exit(0)  # a communicator that was aborted may keep threads
     rows: list[dict[str, Any]] = []
-    peaks: dict[str, float] = {}
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("| --- | --- |" + " ---: |" * (len(COLUMNS) - 3) + " --- |")
+    groups: dict[tuple[int, int], list[Path]] = {}
     for path in options.plans:
-        plan = load(path)
-        ranks = f"{plan.inputs.trainer.ranks}+{plan.inputs.engine.workers}"
-        if ranks not in peaks:
-            with TemporaryDirectory() as folder:
-                peak = Path(folder) / "one-tensor.plan.json"
-                peak.write_bytes(one_tensor(plan).encoded)
-                rows.append(run(peak, options, None))
-            peaks[ranks] = rows[-1].get("rate", 0.0)
-        rows.append(run(path, options, peaks[ranks]))
-    if options.results:
-        options.results.write_text(json.dumps(rows, indent=1))
+        inputs = load(path).inputs
+        groups.setdefault((inputs.trainer.ranks, inputs.engine.workers), []).append(path)
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("| --- | --- |" + " ---: |" * (len(COLUMNS) - 3) + " --- |", flush=True)
+    for paths in groups.values():
+        peak = None
+        with TemporaryDirectory() as folder:
+            first = Path(folder) / "one-tensor.plan.json"
+            first.write_bytes(one_tensor(load(paths[0])).encoded)
+            for path, reports, errors in measured([first, *paths], options):
+                if errors:
+                    print(f"| {path.stem} | failed |", *errors, sep="\n", flush=True)
+                    rows.append({"plan": path.stem, "equal": False, "errors": errors})
+                else:
+                    rows.append(row_of(path, reports, peak))
+                peak = peak or rows[-1].get("peak")
+                if options.results:
+                    options.results.write_text(json.dumps(rows, indent=1))
     if not all(row["equal"] for row in rows):
         sys.exit(1)
 
 
 COLUMNS = (
-    *("plan", "ranks", "GB", "transfers", "start s", "sync ms", "GB/s", "of peak"),
-    *("broadcast ms", "host us", "held GB", "stated GB", "equal"),
+    *("plan", "ranks", "GB", "transfers", "start s", "sync ms", "GPU ms", "GB/s", "of peak"),
+    *("broadcast ms", "host us", "held GB", "stated GB", "besides GB", "equal"),
 )
 
 
@@ -95,51 +106,104 @@ def one_tensor(like: Plan) -> Plan:
     return assemble(like.inputs, [tensor], [source], [destination])
 
 
-def run(path: Path, options: argparse.Namespace, peak: float | None) -> dict[str, Any]:
+def measured(
+    paths: Sequence[Path], options: argparse.Namespace
+) -> Iterator[tuple[Path, list[dict[str, Any]], list[str]]]:
+    """What the ranks of each plan report, or why they failed; all plans are of as many ranks.
+
+    The same processes run them one after the other, until one fails.
+    """
+    left = list(paths)
+    while left:
+        ranks = Ranks(left, options)
+        try:
+            for path in left.copy():
+                left.remove(path)
+                reports, errors = ranks.answers()
+                yield path, reports, errors
+                if errors:
+                    break
+        finally:
+            ranks.end()
+
+
+class Ranks:
+    """The processes of all ranks, for some plans."""
+
+    def __init__(self, paths: Sequence[Path], options: argparse.Namespace) -> None:
+        inputs = load(paths[0]).inputs
+        addresses = []
+        for _ in paths:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
+        command = [sys.executable, __file__, *map(str, paths), "--syncs", str(options.syncs)]
+        command += ["--transport", options.transport, "--timeout", str(options.timeout)]
+        environment = {
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        }
+        self.limit = options.timeout * 3
+        self.processes, self.lines, self.logs = [], [], []
+        for rank in range(inputs.trainer.ranks + inputs.engine.workers):
+            log = TemporaryFile("w+")  # noqa: SIM115
+            process = subprocess.Popen(
+                [*command, "--addresses", ",".join(addresses), "--rank", str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            lines: Queue[str | None] = Queue()
+            Thread(target=self._read, args=(process, lines), daemon=True).start()
+            self.processes.append(process)
+            self.lines.append(lines)
+            self.logs.append(log)
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: Queue[str | None]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                lines.put(line)
+        lines.put(None)
+
+    def answers(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Of the next plan."""
+        reports, errors, limit = [], [], self.limit
+        for rank, lines in enumerate(self.lines):
+            try:
+                line = lines.get(timeout=limit)
+            except Empty:
+                line = None
+            if line is not None:
+                reports.append(json.loads(line))
+                continue
+            limit = 10.0  # the others have as much time to say more of it
+            self.logs[rank].seek(0)
+            said = self.logs[rank].read().strip()[-1500:]
+            errors.append(f"rank {rank}: {self.processes[rank].poll()}: {said}")
+        return reports, errors
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def row_of(path: Path, reports: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
+    """Prints a plan's row, and returns all that there is of it."""
     plan = load(path)
     trainers, workers = plan.inputs.trainer.ranks, plan.inputs.engine.workers
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, __file__, str(path), "--syncs", str(options.syncs)]
-    command += ["--transport", options.transport, "--timeout", str(options.timeout)]
-    environment = {
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    ranks = [
-        subprocess.Popen(
-            [*command, "--address", address, "--rank", str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(trainers + workers)
-    ]
-    reports, errors = [], []
-    for rank, process in enumerate(ranks):
-        try:
-            out, err = process.communicate(timeout=options.timeout * 3)
-        except subprocess.TimeoutExpired:
-            for one in ranks:
-                one.kill()
-            out, err = process.communicate()
-        if process.returncode:
-            errors.append(f"rank {rank}: {process.returncode}: {err.strip()[-1500:]}")
-        else:
-            reports.append(json.loads(out.strip().splitlines()[-1]))
-    if errors:
-        print(f"| {path.stem} | failed |")
-        print("\n".join(errors), flush=True)
-        return {"plan": path.stem, "equal": False, "errors": errors}
     nbytes = sum(
         prod(plan.geometries[t.geometry].shape) * 2 for t in plan.tensors
     )  # these plans are of 16-bit models
     sync = median(max(times) for times in zip(*(r["seconds"][1:] for r in reports), strict=True))
-    host = max(median(report["host"][1:]) for report in reports) / len(plan.transfers)
+    issuing = max(median(report["issuing"][1:]) for report in reports) / len(plan.transfers)
+    gpu = max(median(report["gpu"][1:]) for report in reports)
+    bare = [report["bare"] for report in reports]
     stated = max(one.unpacked + one.reloaded + one.whole for one in plan.staging[trainers:])
     row = {
         "plan": path.stem,
@@ -148,19 +212,24 @@ def run(path: Path, options: argparse.Namespace, peak: float | None) -> dict[str
         "transfers": len(plan.transfers),
         "start": max(report["start"] for report in reports),
         "sync": sync,
+        "gpu": gpu,
         "rate": nbytes / sync / 1e9,
+        "peak": nbytes / median(map(max, zip(*bare, strict=True))) / 1e9 if all(bare) else peak,
         "broadcast": max(report["broadcast"] for report in reports),
-        "host": host,
+        "issuing": issuing,
         "stated": stated / 1e9,
         "equal": not any(report["wrong"] for report in reports),
         "memory": [report["memory"] for report in reports],
+        "besides": max(report["besides"] for report in reports),
         "seconds": [report["seconds"] for report in reports],
     }
     cells = [row["plan"], row["ranks"], f"{row['gigabytes']:.2f}", row["transfers"]]
-    cells += [f"{row['start']:.2f}", f"{1e3 * sync:.1f}", f"{row['rate']:.1f}"]
-    cells.append("" if not peak else f"{100 * row['rate'] / peak:.0f}%")
-    cells += [f"{1e3 * row['broadcast']:.1f}", f"{1e6 * host:.0f}"]
+    cells += [f"{row['start']:.2f}", f"{1e3 * sync:.1f}", f"{1e3 * gpu:.1f}"]
+    cells.append(f"{row['rate']:.1f}")
+    cells.append(f"{100 * row['rate'] / row['peak']:.0f}%" if row["peak"] else "")
+    cells += [f"{1e3 * row['broadcast']:.1f}", f"{1e6 * issuing:.0f}"]
     cells += [f"{max(row['memory'][trainers:]):.2f}", f"{row['stated']:.2f}"]
+    cells.append(f"{row['besides']:.2f}" if row["besides"] else "")
     cells.append("yes" if row["equal"] else "NO")
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     for report in reports:
@@ -172,7 +241,7 @@ def run(path: Path, options: argparse.Namespace, peak: float | None) -> dict[str
 # One rank.
 
 
-def rank_main(options: argparse.Namespace) -> dict[str, Any]:
+def rank_main(path: Path, address: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from m2ncompile.runtime.api import transport_of
@@ -181,7 +250,7 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
     from m2ncompile.runtime.trainer import Trainer
     from m2ncompile.runtime.worker import Worker
 
-    plan = load(options.plans[0])
+    plan = load(path)
     trainers, workers = plan.inputs.trainer.ranks, plan.inputs.engine.workers
     rank, gpus = options.rank, torch.cuda.device_count()
     side = max(1, gpus // 2)
@@ -190,51 +259,71 @@ def rank_main(options: argparse.Namespace) -> dict[str, Any]:
         index = gpus - side + (rank - trainers) * side // workers
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    store = meet(options.address, rank, options.timeout)
+    gc.collect()
+    torch.cuda.empty_cache()  # of the plan before
+    store = meet(address, rank, options.timeout)
     control = StoreControl(store, rank, trainers + workers)
-    transport = timed(transport_of(options.transport, store, rank, trainers + workers, device))
+    transport = transport_of(options.transport, store, rank, trainers + workers, device)
+    meeting = Meeting(store, trainers + workers)
     common: dict[str, Any] = dict(trainers=trainers, timeout=options.timeout)
-    seconds, host, wrong = [], [], []
+    seconds, clock, wrong, bare = [], Clock(transport, device), [], []
     if rank < trainers:
         shards = Shards(plan, rank, device)
         shards.make(0)
+        torch.cuda.empty_cache()
+        free, held_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         began = time.perf_counter()
         trainer = Trainer(lambda: plan, shards, control, transport, device=device, **common)
         start = time.perf_counter() - began
+        clock.watch(trainer)
         for step in range(options.syncs):
             shards.make(step)
             torch.cuda.synchronize()
-            transport.host = 0.0
+            meeting.wait()
             seconds.append(trainer.send().seconds)
-            host.append(transport.host)
+        if is_one_tensor(plan):
+            bare = alone(transport, meeting, options.timeout, shards.held[0], None)
+        besides = free - torch.cuda.mem_get_info()[0]
+        besides -= torch.cuda.memory_reserved() - held_before
         copied = broadcast(plan, transport, device, options.transport)
+        meeting.wait()
         trainer.close()
     else:
         target = PlainTarget(plan, device)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         resident = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        free, held_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         began = time.perf_counter()
         worker = Worker(lambda: plan, target, control, transport, **common)
         start = time.perf_counter() - began
         held = 0
+        clock.watch(worker)
         for step in range(options.syncs):
             target.poison()
-            transport.host = 0.0
             torch.cuda.synchronize()
+            meeting.wait()
             seconds.append(worker.receive().seconds)
-            host.append(transport.host)
             held = max(held, torch.cuda.max_memory_allocated() - resident)
             wrong += target.wrong(step, rank)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        if is_one_tensor(plan):
+            bare = alone(transport, meeting, options.timeout, None, target.params["w"])
+        besides = free - torch.cuda.mem_get_info()[0]
+        besides -= torch.cuda.memory_reserved() - held_before
         copied = broadcast(plan, transport, device, options.transport)
+        meeting.wait()
         worker.close()
     return {
         "rank": rank,
         "start": start,
         "seconds": seconds,
-        "host": host,
+        "issuing": clock.issuing,
+        "gpu": clock.gpu,
+        "bare": bare,
+        "besides": besides / 1e9 if trainers + workers <= gpus else 0.0,
         "wrong": wrong,
         "broadcast": copied,
         "memory": 0.0 if rank < trainers else held / 1e9,
@@ -261,17 +350,66 @@ def broadcast(plan: Any, transport: Any, device: Any, kind: str) -> float:
     return median(times[1:])
 
 
-def timed(transport: Any) -> Any:
-    """Counts the host's seconds inside of `run`."""
-    run = transport.run
+class Meeting:
+    """Of all ranks, so that what one does before a sync is not counted as another's sync."""
 
-    def counted(*arguments: Any) -> None:
-        began = time.perf_counter()
-        run(*arguments)
-        transport.host += time.perf_counter() - began
+    def __init__(self, store: Any, world: int) -> None:
+        self.store, self.world, self.number = store, world, 0
 
-    transport.run, transport.host = counted, 0.0
-    return transport
+    def wait(self) -> None:
+        self.number += 1
+        key = f"meeting/{self.number}"
+        if self.store.add(key, 1) == self.world:
+            self.store.set(f"{key}/all", b"")
+        self.store.wait([f"{key}/all"])
+
+
+class Clock:
+    """Of each sync, in seconds: how long the host issues it, and how long the GPU is at it."""
+
+    def __init__(self, transport: Any, device: Any) -> None:
+        self.transport, self.device = transport, device
+        self.issuing: list[float] = []
+        self.gpu: list[float] = []
+
+    def watch(self, end: Any) -> None:
+        import torch
+
+        run, wait = end._run, self.transport.wait
+        first = torch.cuda.Event(enable_timing=True)
+        last = torch.cuda.Event(enable_timing=True)
+
+        def started(*arguments: Any) -> Any:
+            self.began = time.perf_counter()
+            first.record(torch.cuda.current_stream(self.device))
+            return run(*arguments)
+
+        def waited(deadline: Any) -> None:
+            self.issuing.append(time.perf_counter() - self.began)
+            wait(deadline)  # the current stream waits for all others
+            last.record(torch.cuda.current_stream(self.device))
+            last.synchronize()
+            self.gpu.append(first.elapsed_time(last) / 1e3)
+
+        end._run, self.transport.wait = started, waited
+
+
+def is_one_tensor(plan: Any) -> bool:
+    return len(plan.tensors) == 1
+
+
+def alone(transport: Any, meeting: Meeting, timeout: float, send: Any, receive: Any) -> list[float]:
+    """Seconds of bare transfers of one tensor, without a run around them."""
+    from m2ncompile.runtime.deadline import Deadline
+
+    times = []
+    for _ in range(8):
+        meeting.wait()
+        began, deadline = time.perf_counter(), Deadline(timeout)
+        transport.run(0, send, receive, deadline)
+        type(transport).wait(transport, deadline)
+        times.append(time.perf_counter() - began)
+    return times[3:]
 
 
 def tensor_at(plan: Any, index: int, step: int, device: Any) -> Any:
@@ -332,6 +470,9 @@ class PlainTarget:
             dtype = getattr(torch, plan.dtypes[geometry.dtype])
             self.params[param.name] = torch.zeros(geometry.shape, dtype=dtype, device=device)
         self.fallen: dict[str, Any] = {}
+
+    def held(self, name: str) -> Any:
+        return self.params.get(name)
 
     def live(self) -> Mapping[str, Any]:
         return self.params
@@ -398,6 +539,7 @@ class PlainTarget:
                 param = self.params[plan.params[landing.param].name]
                 offset = d.offset_at(rank - layout.mesh.start)
                 got = param.as_strided(sizes, strides, offset)
+                expected = expected.to(param.dtype).view(sizes)
             if not torch.equal(
                 got.contiguous().view(torch.uint8).flatten(), expected.view(torch.uint8).flatten()
             ):

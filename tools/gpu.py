@@ -1,13 +1,13 @@
 """All that is to be seen on GPUs, in one command: tests, benchmarks, a real vLLM; to a file.
 
 usage: python tools/gpu.py --prepare FOLDER       anywhere with the compiler
-       python tools/gpu.py FOLDER [--results FILE] [--only PART,...]
+       python tools/gpu.py FOLDER [--results FILE] [--only PART,...] [--match GLOB]
 
 `--prepare` builds the plans: real dims, as few layers as fit a GPU, 1+1 to 4+4 ranks. On the
 GPUs it runs `tests` (tests/gpu), `m2n` (bench_m2n.py), and where vLLM is installed `engines`
 (bench_engines.py, vLLM's own backend and this project's in the same workers) and `llm`
-(gpu_engine.py, a whole vLLM). What each printed is in the results file as soon as it has
-ended, whatever comes after.
+(gpu_engine.py, a whole vLLM). What each printed is added to the results file as soon as it
+has ended, whatever comes after.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--results", type=Path, default=Path("results.md"))
     parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--match", default="*", help="which plans and folders, by name")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for each command")
     options = parser.parse_args()
     if options.prepare:
@@ -105,19 +106,22 @@ def run(options: argparse.Namespace) -> list[str]:
     import torch
 
     here = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    options.results.write_text(f"# {here}, torch {torch.__version__}\n")
-    plans = sorted((options.folder / "plans").glob("*.plan.json"))
+    with options.results.open("a") as file:
+        file.write(f"# {here}, torch {torch.__version__}\n")
+    plans = sorted((options.folder / "plans").glob(f"{options.match}.plan.json"))
     python, wanted, failed = sys.executable, options.only.split(","), []
     commands: list[tuple[str, list[str]]] = []
     if "tests" in wanted:
         commands.append(("tests", [python, "-m", "pytest", "-q", str(ROOT / "tests" / "gpu")]))
-    if "m2n" in wanted:
+    if "m2n" in wanted and plans:
         results = options.results.with_suffix(".json")
         tool = [python, str(ROOT / "tools" / "bench_m2n.py"), "--timeout", "60"]
         commands.append(("m2n", [*tool, "--results", str(results), *map(str, plans)]))
     if importlib.util.find_spec("vllm") is not None:
         for part, script in (("engines", "bench_engines.py"), ("llm", "gpu_engine.py")):
-            for path in sorted((options.folder / part).glob("*")) if part in wanted else ():
+            for path in sorted(
+                (options.folder / part).glob(options.match) if part in wanted else ()
+            ):
                 tool = [python, str(ROOT / "tools" / script)]
                 commands.append((f"{part} {path.name}", [*tool, str(path)]))
     for name, command in commands:

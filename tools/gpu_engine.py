@@ -5,7 +5,8 @@ usage: python tools/gpu_engine.py FOLDER...
 Each FOLDER has a `config.json` and a `plan.json` for it, for one trainer rank and a vLLM of the
 plan's tp; `python tools/gpu_engine.py --prepare FOLDER KIND TP RESOLVER [LAYERS]` makes one, on
 any machine with the compiler: of small dims, or of so many layers at the model's own. By a plan
-of the `vllm` resolver the workers are stock: they run vLLM's own `nccl_m2n`.
+of the `vllm` resolver the workers are stock: they run vLLM's own `nccl_m2n`. By others they run
+`m2n_plan`, which vLLM finds where this project is installed. Checkpoints are written to FOLDER.
 The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
 starts with the same weights. Checked after each of three syncs, the first of negated weights:
 every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
@@ -17,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # vLLM has to end with it
     if options.prepare:
         folder, kind, tp, resolver, *layers = options.arguments
         prepare(Path(folder), kind, int(tp), resolver, int(layers[0]) if layers else None)
@@ -97,17 +101,20 @@ def prepare(folder: Path, kind: str, tp: int, resolver: str, layers: int | None)
 
 
 def digests(worker: Any) -> dict[str, str]:
-    """Of every live parameter, inside of a worker."""
-    import hashlib
-
+    """Of every live parameter, inside of a worker: all bits, weighted by where they are."""
     import torch
 
-    return {
-        name: hashlib.sha256(
-            parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        ).hexdigest()
-        for name, parameter in worker.get_model().named_parameters()
-    }
+    def digest(parameter: Any) -> str:
+        words = parameter.detach().contiguous().flatten().view(torch.uint8)
+        words = words.view(torch.int32) if words.numel() % 4 == 0 else words
+        total = 0
+        for start in range(0, words.numel(), 1 << 26):
+            part = words[start : start + (1 << 26)].long()
+            weights = torch.arange(start, start + part.numel(), device=part.device)
+            total += int((part * (weights * weights + 2 * weights + 3)).sum())
+        return f"{list(parameter.shape)} {total}"
+
+    return {name: digest(parameter) for name, parameter in worker.get_model().named_parameters()}
 
 
 def serve(folder: Path, port: int) -> None:
@@ -221,7 +228,17 @@ def run(folder: Path) -> bool:
     if tp > gpus:
         print(f"{folder}: skipped, tp {tp} on {gpus} GPU", flush=True)
         return True
+    stock = plan["inputs"]["resolver"]["name"] == "vllm"
+    if not stock and not entry_points(group="vllm.general_plugins", name="m2n_plan"):
+        print(f"{folder}: vLLM can't find m2n_plan; install m2ncompile in this environment")
+        return False
     environment = {
+        # Multicast stays off, in vLLM's own collectives too: on some hosts it harms the GPUs.
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         **os.environ,
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus - tp, gpus))),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -229,7 +246,7 @@ def run(folder: Path) -> bool:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `digests` is sent to the workers
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
     }
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
     torch.manual_seed(1)
     config = AutoConfig.from_pretrained(folder)
     with torch.device("cuda:0"):
@@ -242,16 +259,20 @@ def run(folder: Path) -> bool:
             command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        return drive(folder, model, port, engine)
+        return drive(folder, model, port, engine, stock)
     except Exception as error:
         print(f"{folder.name}: {type(error).__name__}: {error}\n{log.read_text()[-3000:]}")
         return False
     finally:
         os.killpg(engine.pid, signal.SIGKILL)
         engine.wait()
+        for name in ("start", "checkpoint"):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) -> bool:
+def drive(
+    folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes], stock: bool
+) -> bool:
     import torch
 
     import m2ncompile
@@ -262,7 +283,7 @@ def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) 
             before = client.call("digests")
             break
         except RuntimeError:
-            if engine.poll() is not None or time.monotonic() - began > 150:
+            if engine.poll() is not None or time.monotonic() - began > 300:
                 raise
             time.sleep(0.5)
     size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
@@ -291,8 +312,7 @@ def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) 
         device="cuda:0",
         transport="m2n",
         timeout=60.0,
-        stock=json.loads((folder / "plan.json").read_text())["inputs"]["resolver"]["name"]
-        == "vllm",
+        stock=stock,
     )
     print(f"  start {time.monotonic() - began:.2f} s", flush=True)
     good = True
@@ -307,7 +327,7 @@ def drive(folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes]) 
         pairs = zip(chain(*tokens), chain(*expected), strict=True)
         same = sum(a == b for a, b in pairs)
         sent = client.call("digests")
-        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint = folder / "checkpoint"
         model.save_pretrained(checkpoint)
         client.call("reload", {"path": str(checkpoint)})
         loaded = client.call("digests")
