@@ -25,11 +25,10 @@ ELSEWHERE = {
         "make demo",  # packaging runs what it does; CI runs the rest
         "make test",
         ".venv/bin/m2ncompile build plans/*.toml",  # the golden plans
-        "pip install 'm2ncompile[vllm]'",
-        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL",  # the end-to-end test
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL",  # the end-to-end test, by its module's name
     },
     "running.md": {
-        "VLLM_SERVER_DEV_MODE=1 vllm serve model",  # the end-to-end test
+        "VLLM_SERVER_DEV_MODE=1 vllm serve model",  # the same
         "m2ncompile rehearse plan.json --model model --syncs 2",  # the test of `rehearse`
     },
 }
