@@ -2,6 +2,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from tests.repositories import git
 
 ROOT = Path(__file__).parent.parent
+
+# Shells have their background jobs ignore it, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test is about how fast the machine is.
 settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -111,8 +111,6 @@ def _report(seat: Seat) -> Path:
 
 
 def _run_job(job: Callable[[Seat], object], seat: Seat) -> None:
-    # Shells have their background jobs ignore it, and the tests may be one.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     session.GRACE = control._MARGIN = 1.0  # type: ignore[attr-defined]
     try:
@@ -177,7 +175,11 @@ class Odd(GivenShards):
 
 
 def end_of(
-    seat: Seat, plan: Plan, shards: GivenShards | None, start: float = TIMEOUT
+    seat: Seat,
+    plan: Plan,
+    shards: GivenShards | None,
+    start: float = TIMEOUT,
+    engine: str = "0.33.0",
 ) -> Trainer | Worker:
     """This rank's end of a run, by the functions that a training loop calls."""
     trainers = plan.inputs.trainer.ranks
@@ -185,6 +187,7 @@ def end_of(
         return api.trainer(plan, shards, address=seat.address, rank=seat.rank, timeout=start)
     worker = seat.rank - trainers
     target = DictTarget(params_of(plan, worker))
+    target.version = engine
     return api.worker(plan, target, address=seat.address, rank=worker, timeout=start)
 
 
@@ -197,6 +200,7 @@ def syncs(
     version: str | None = None,
     patience: float = SHORT,
     start: float = TIMEOUT,
+    engine: str = "0.33.0",
 ) -> dict[str, object]:
     """Takes part in `count` syncs, checks them, and tells how it ended.
 
@@ -205,7 +209,7 @@ def syncs(
     tensors = random_tensors(plan, 0)
     shards = Odd(plan, seat.rank, *odd) if odd else GivenShards(plan, seat.rank, tensors)
     try:
-        end = end_of(seat, plan, shards, start)
+        end = end_of(seat, plan, shards, start, engine)
     except M2nCompileError as error:
         return {"done": 0, "start": str(error)}
     end._session.timeout = patience
@@ -509,6 +513,13 @@ def test_a_plan_for_fewer_ranks_on_rank_0(tmp_path: Path) -> None:
     assert "trainer 1: it counts 4 ranks in all, not 3" in text
     gone = "trainer 0's control plane", "rank 0, which hosts the control plane"
     assert last["start"] == text or any(words in str(last["start"]) for words in gone)
+
+
+def test_an_engine_of_another_version_on_one_rank(tmp_path: Path) -> None:
+    jobs = [partial(syncs, plan=make_plan()) for _ in range(4)]
+    jobs[3] = partial(syncs, plan=make_plan(), engine="0.34.0")
+    text = start_errors(tmp_path, *jobs)
+    assert "worker 1: the plan is for vLLM 0.33.0, this worker runs 0.34.0" in text
 
 
 def test_a_tensor_that_one_trainer_lacks(tmp_path: Path) -> None:
