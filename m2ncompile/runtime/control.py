@@ -37,7 +37,7 @@ _MARGIN = 5.0
 #: What rank 0 waits at most for the others to read what it published, in seconds.
 _SETTLE = 2.0
 #: How soon rank 0 looks again whether it waits in vain, in seconds, and as part of its wait so far.
-_LOOK, _LOOK_AT_MOST, _LOOK_SHARE = 0.0005, 0.02, 0.02
+_LOOK, _LOOK_AT_MOST, _LOOK_SHARE = 0.0002, 0.02, 0.02
 
 
 class Answers(msgspec.Struct, frozen=True):
@@ -180,9 +180,11 @@ class StoreControl:
 
     def _collect(self, number: int, deadline: Deadline, watch: Watch | None) -> Answers:
         keys = [f"{number}/{rank}" for rank in range(self.world)]
-        missing, vain, began = keys, None, time.monotonic()
-        while missing := [key for key in missing if not self._store.check([key])]:
+        missing: list[str] = []
+        vain, began = None, time.monotonic()
+        while not self._store.check(keys):  # all in one question
             if deadline.passed or (watch and (vain := watch()) is not None):
+                missing = [key for key in keys if not self._store.check([key])]
                 break
             # Not waits that time out: torch warns of each.
             waited = time.monotonic() - began

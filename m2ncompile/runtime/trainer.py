@@ -72,6 +72,7 @@ class Trainer:
         device: torch.device | None,
     ) -> None:
         self._shards, self._device = shards, device or torch.device("cpu")
+        self._on_gpu = self._device.type == "cuda"
         self._session = session
         self.plan, self._binding = session.establish(load, self._bind)
         self._version = 0
@@ -129,7 +130,7 @@ class Trainer:
         #: Leg that last used each of the packed buffers.
         used: dict[int, int] = {}
         nbytes = taken = packed = 0
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)  # the step may have run on other streams
         with torch.no_grad():
             source = iter(self._shards.items(binding.whole))
@@ -201,7 +202,7 @@ class Trainer:
                 f"{name}: the source gave out {shard.dtype} {list(shard.shape)}, it must be "
                 f"{self._dtypes[index]} {list(shape)}"
             )
-        if shard.device.type != self._device.type:
+        if shard.is_cuda != self._on_gpu:
             raise RunError(f"{name}: its shard is on {shard.device}, the run is on {self._device}")
         if not shard.is_contiguous():
             raise RunError(f"{name}: its shard has strides {list(shard.stride())}, not row-major")

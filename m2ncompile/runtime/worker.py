@@ -95,7 +95,7 @@ class Worker:
             self._places.append(places)
         #: What is written directly, and where that is.
         self._direct = {
-            part.into: _at(live[part.into])
+            part.into: (live[part.into], _at(live[part.into]))
             for receive in binding.receives
             if receive is not None and receive.route == "direct"
             for part in receive.parts
@@ -118,8 +118,13 @@ class Worker:
 
     def _replaced(self) -> str | None:
         """Which parameters are no longer the memory that was bound, in words."""
-        now = ((name, self._target.held(name), bound) for name, bound in self._direct.items())
-        found = [name for name, held, bound in now if held is None or _at(held) != bound]
+        found = []
+        for name, (bound, at) in self._direct.items():
+            held = self._target.held(name)
+            # Of the same tensor no more than that: an engine's parameters are slow to ask.
+            same = held is bound and held.data_ptr() == at[0]
+            if not same and (held is None or _at(held) != at):
+                found.append(name)
         if not found:
             return None
         return (
