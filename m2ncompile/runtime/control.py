@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
 from m2ncompile.errors import RunError
-from m2ncompile.runtime.deadline import Deadline, within
+from m2ncompile.runtime.deadline import Aside, Deadline
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,8 +35,10 @@ Watch = Callable[[], str | None]
 _MARGIN = 5.0
 #: What rank 0 waits at most for the others to read what it published, in seconds.
 _SETTLE = 2.0
-#: How soon rank 0 looks again whether it waits in vain, in seconds, and as part of its wait so far.
-_LOOK, _LOOK_AT_MOST, _LOOK_SHARE = 0.0002, 0.02, 0.02
+#: How soon rank 0 looks again: as part of its wait so far, and at most in seconds.
+_LOOK_SHARE, _LOOK_AT_MOST = 0.02, 0.02
+#: For a rank that left: the round that it speaks in, and has read.
+_EVERY = 1 << 62
 
 
 class Answers(msgspec.Struct, frozen=True):
@@ -46,6 +47,13 @@ class Answers(msgspec.Struct, frozen=True):
     by_rank: tuple[bytes | None, ...]
     vain: str | None = None
     waited: float | None = None
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank said last, in `round`."""
+
+    round: int
+    words: bytes
 
 
 class ControlPlane(Protocol):
@@ -79,7 +87,11 @@ class ControlPlane(Protocol):
 
 
 class StoreControl:
-    """Over a `torch.distributed` store, which rank 0 should host."""
+    """Over a `torch.distributed` store, which rank 0 should host.
+
+    Each rank has one key for what it said last and one for the last round that it read, which it
+    overwrites: a store deletes one key a call, and calls are what an exchange costs.
+    """
 
     def __init__(self, store: Store, rank: int, world: int, name: str = "m2ncompile") -> None:
         from torch.distributed import PrefixStore
@@ -87,10 +99,13 @@ class StoreControl:
         self.rank, self.world = rank, world
         self._store = PrefixStore(name, store)
         self._round = 0
-        #: On rank 0, the last round that it published, each once; and who has still to read it.
+        #: On rank 0: whether all others have spoken ever, so that their keys are there.
+        self._met = False
+        #: The last round that it published, each once; and who has still to read it.
         self._published = -1
-        self._unread: list[str] = []
+        self._unread: list[int] = []
         self._publishing = threading.Lock()
+        self._aside = Aside()
         #: Whether the store has left a call without an answer.
         self._silent = False
 
@@ -117,7 +132,7 @@ class StoreControl:
         if self._silent:
             raise TimeoutError("no answer to an earlier call")
         try:
-            return within(call, seconds)
+            return self._aside.run(call, seconds)
         except TimeoutError:
             self._silent = True
             raise
@@ -125,17 +140,22 @@ class StoreControl:
     def _exchanged(
         self, number: int, mine: bytes, deadline: Deadline, watch: Watch | None
     ) -> Answers:
-        self._store.set(f"{number}/{self.rank}", mine)
         if self.rank == 0:
-            answers = self._collect(number, deadline, watch)
+            answers = self._collect(number, mine, deadline, watch)
             self._publish(number, answers)
-            self._forget(number - 2)
+            if number > 1:
+                # Everyone has read the round before the last, having spoken in the last.
+                self._store.delete_key(f"{number - 2}/all")
             return answers
+        self._say(number, mine)
         patience = deadline.extended(_MARGIN)
         self._store.wait([f"{number}/all"], patience.timeout())
         answers = msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
-        self._store.set(f"{number}/read/{self.rank}", b"")
+        self._store.set(f"read/{self.rank}", str(number))
         return answers
+
+    def _say(self, number: int, words: bytes) -> None:
+        self._store.set(f"said/{self.rank}", msgspec.msgpack.encode(_Said(number, words)))
 
     def leave(self, why: str, mine: bytes) -> None:
         with suppress(TimeoutError):
@@ -144,23 +164,29 @@ class StoreControl:
     def _left(self, why: str, mine: bytes) -> None:
         if self.rank:
             # It may have spoken in the round that it was in, or not yet; and takes that back.
-            for number in (max(self._round - 1, 0), self._round):
-                if not self._store.check([f"{number}/all"]):
-                    self._store.set(f"{number}/{self.rank}", mine)
-                self._store.set(f"{number}/read/{self.rank}", b"")  # nor reads it
+            self._say(_EVERY, mine)
+            self._store.set(f"read/{self.rank}", str(_EVERY))  # nor reads it
             return
         for number in (self._round - 1, self._round):
             if number >= 0 and not self._store.check([f"{number}/all"]):
                 self._publish(number, Answers((None,) * self.world, why))
-                self._unread = [f"{number}/read/{rank}" for rank in range(1, self.world)]
+                self._unread = list(range(1, self.world))
                 return  # nobody comes to a later one
 
     def settle(self) -> None:
         if self._unread:
             with suppress(RuntimeError, TimeoutError):
-                unread, patience = self._unread, timedelta(seconds=_SETTLE)
-                self._called(lambda: self._store.wait(unread, patience), 2 * _SETTLE)
+                self._called(self._settled, 2 * _SETTLE)
             self._unread = []
+
+    def _settled(self) -> None:
+        keys, deadline = [f"read/{rank}" for rank in self._unread], Deadline(_SETTLE)
+        while not deadline.passed:
+            if self._store.check(keys) and all(
+                int(read) >= self._published for read in self._values(keys)
+            ):
+                return
+            time.sleep(0)
 
     def close(self) -> None:
         # On rank 0 nobody listens any more, so that another run can begin at its address.
@@ -172,31 +198,39 @@ class StoreControl:
                 return
             self._published = number
             self._store.set(f"{number}/all", msgspec.msgpack.encode(answers))
-        self._unread = [
-            f"{number}/read/{rank}"
-            for rank, answer in enumerate(answers.by_rank)
-            if rank and answer is not None
-        ]
+        spoke = enumerate(answers.by_rank)
+        self._unread = [rank for rank, answer in spoke if rank and answer is not None]
 
-    def _collect(self, number: int, deadline: Deadline, watch: Watch | None) -> Answers:
-        keys = [f"{number}/{rank}" for rank in range(self.world)]
-        missing: list[str] = []
+    def _collect(
+        self, number: int, mine: bytes, deadline: Deadline, watch: Watch | None
+    ) -> Answers:
+        keys = [f"said/{rank}" for rank in range(1, self.world)]
         vain, began = None, time.monotonic()
-        while not self._store.check(keys):  # all in one question
+        while True:
+            self._met = self._met or self._store.check(keys)
+            answers = [mine, *self._heard(number, keys if self._met else ())]
+            if len(answers) == self.world and None not in answers:
+                return Answers(tuple(answers))
             if deadline.passed or (watch and (vain := watch()) is not None):
-                missing = [key for key in keys if not self._store.check([key])]
                 break
             # Not waits that time out: torch warns of each.
             waited = time.monotonic() - began
-            time.sleep(min(max(_LOOK, waited * _LOOK_SHARE), _LOOK_AT_MOST))
-        answers = (None if key in missing else self._store.get(key) for key in keys)
-        late = missing and vain is None
+            time.sleep(min(waited * _LOOK_SHARE, _LOOK_AT_MOST))
+        one_by_one = (
+            self._heard(number, [key]) if self._store.check([key]) else [None] for key in keys
+        )
+        answers = [mine, *(answer for one in one_by_one for answer in one)]
+        late = vain is None and None in answers
         return Answers(tuple(answers), vain, deadline.seconds if late else None)
 
-    def _forget(self, number: int) -> None:
-        """Everyone has read the round before the last, having spoken in the last."""
-        if number >= 0:
-            for rank in range(self.world):
-                self._store.delete_key(f"{number}/{rank}")
-                self._store.delete_key(f"{number}/read/{rank}")
-            self._store.delete_key(f"{number}/all")
+    def _heard(self, number: int, keys: Sequence[str]) -> list[bytes | None]:
+        """What was said in a round, None where it was said before that."""
+        said = [msgspec.msgpack.decode(value, type=_Said) for value in self._values(keys)]
+        return [one.words if one.round >= number else None for one in said]
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        """Of keys that are there, in one call where the store can."""
+        if keys and self._store.has_extended_api():
+            found: list[bytes] = self._store.multi_get(list(keys))
+            return found
+        return [self._store.get(key) for key in keys]

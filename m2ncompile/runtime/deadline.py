@@ -4,37 +4,71 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
-__all__ = ["Deadline", "within"]
+__all__ = ["Aside", "Deadline", "within"]
 
 T = TypeVar("T")
 
 
-def within(action: Callable[[], T], seconds: float) -> T:
-    """What `action` returns or raises, on a thread of its own.
+class Aside:
+    """Calls on a thread that can be left behind in one; the next is then on another thread.
 
-    Raises TimeoutError after `seconds`. What does not end by itself is left behind.
+    The thread stays for the next call, since to start one costs more than most calls.
     """
-    outcome: list[tuple[T, None] | tuple[None, BaseException]] = []
 
-    def run() -> None:
+    def __init__(self) -> None:
+        self._line: _Line | None = None
+
+    def run(self, action: Callable[[], T], seconds: float) -> T:
+        """What `action` returns or raises. Raises TimeoutError after `seconds`.
+
+        What does not end by itself is left behind, as it is by an interrupt.
+        """
+        line, self._line = self._line or _Line(), None
+        line.calls.put(action)
         try:
-            outcome.append((action(), None))
-        except BaseException as error:
-            outcome.append((None, error))
+            found, failure = line.outcomes.get(timeout=max(0.0, seconds))
+        except Empty:
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        self._line = line
+        if failure is not None:
+            raise failure
+        return found  # type: ignore[no-any-return]
 
-    thread = threading.Thread(target=run, name="m2ncompile-run", daemon=True)
-    thread.start()
-    thread.join(max(0.0, seconds))
-    if not outcome:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    found, failure = outcome[0]
-    if failure is not None:
-        raise failure
-    return found  # type: ignore[return-value]
+
+class _Line:
+    """A thread that makes the calls it is given, until nobody has this any more."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self.outcomes: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        weakref.finalize(self, self.calls.put, None)
+        serve = threading.Thread(
+            target=_serve, args=(self.calls, self.outcomes), name="m2ncompile-run", daemon=True
+        )
+        serve.start()
+
+
+def _serve(
+    calls: SimpleQueue[Callable[[], Any] | None],
+    outcomes: SimpleQueue[tuple[Any, BaseException | None]],
+) -> None:
+    while (action := calls.get()) is not None:
+        try:
+            outcomes.put((action(), None))
+        except BaseException as error:
+            outcomes.put((None, error))
+        del action  # and what it holds
+
+
+def within(action: Callable[[], T], seconds: float) -> T:
+    """As `Aside.run`, once."""
+    return Aside().run(action, seconds)
 
 
 class Deadline:
