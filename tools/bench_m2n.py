@@ -9,12 +9,14 @@ is copied into one more, as an engine's processing would. They are filled with o
 before each sync, which all ranks enter together, and compared after it.
 
 Per plan: seconds of the start, of the median sync after the first (of the slowest rank), how
-much of it the GPU was at it (packing, transfers, unpacking; the rest is the host's), GB/s
-of the whole model, and host microseconds to issue a transfer. Beside it, on the same ranks in
-the same run, bare reshards of one tensor of 2 GB, which is the peak, and an NCCL broadcast of
-the model's bytes from one trainer to all. `held` is the most that a worker allocated over its
-parameters; `stated` what the plan says it needs. `besides` is what else of the GPU's memory a
-rank took, for the pool and NCCL itself, where every rank has a GPU of its own.
+much of it all ranks agreed and the GPU was at it (packing, transfers, unpacking), GB/s of the
+whole model, and host microseconds to issue a transfer with all that is packed and unpacked for
+it. Beside it, on the same ranks in the same run: the same transfers alone, out of and into
+the same memory, without agreements or packing; bare reshards of one tensor of 2 GB, which is the
+peak; and an NCCL broadcast of the model's bytes from one trainer to all. `held` is the most
+that a worker allocated over its parameters; `stated` what the plan says it needs. `besides` is
+what else of the GPU's memory a rank took, for the pool and NCCL itself, where every rank has a
+GPU of its own.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def main() -> None:
 
 
 COLUMNS = (
-    *("plan", "ranks", "GB", "transfers", "start s", "sync ms", "GPU ms", "GB/s", "of peak"),
-    *("broadcast ms", "host us", "held GB", "stated GB", "besides GB", "equal"),
+    *("plan", "ranks", "GB", "transfers", "start s", "sync ms", "agree ms", "GPU ms", "alone ms"),
+    *("GB/s", "of peak", "broadcast ms", "host us", "held GB", "stated GB", "besides GB", "equal"),
 )
 
 
@@ -203,7 +205,8 @@ def row_of(path: Path, reports: list[dict[str, Any]], peak: float | None) -> dic
     sync = median(max(times) for times in zip(*(r["seconds"][1:] for r in reports), strict=True))
     issuing = max(median(report["issuing"][1:]) for report in reports) / len(plan.transfers)
     gpu = max(median(report["gpu"][1:]) for report in reports)
-    bare = [report["bare"] for report in reports]
+    agreeing = max(median(report["agreeing"][1:]) for report in reports)
+    alone = median(map(max, zip(*(report["alone"] for report in reports), strict=True)))
     stated = max(one.unpacked + one.reloaded + one.whole for one in plan.staging[trainers:])
     row = {
         "plan": path.stem,
@@ -212,11 +215,14 @@ def row_of(path: Path, reports: list[dict[str, Any]], peak: float | None) -> dic
         "transfers": len(plan.transfers),
         "start": max(report["start"] for report in reports),
         "sync": sync,
+        "agreeing": agreeing,
         "gpu": gpu,
+        "alone": alone,
         "rate": nbytes / sync / 1e9,
-        "peak": nbytes / median(map(max, zip(*bare, strict=True))) / 1e9 if all(bare) else peak,
+        "peak": nbytes / alone / 1e9 if is_one_tensor(plan) else peak,
         "broadcast": max(report["broadcast"] for report in reports),
         "issuing": issuing,
+        "hosts": [report["hosts"] for report in reports],
         "stated": stated / 1e9,
         "equal": not any(report["wrong"] for report in reports),
         "memory": [report["memory"] for report in reports],
@@ -224,8 +230,8 @@ def row_of(path: Path, reports: list[dict[str, Any]], peak: float | None) -> dic
         "seconds": [report["seconds"] for report in reports],
     }
     cells = [row["plan"], row["ranks"], f"{row['gigabytes']:.2f}", row["transfers"]]
-    cells += [f"{row['start']:.2f}", f"{1e3 * sync:.1f}", f"{1e3 * gpu:.1f}"]
-    cells.append(f"{row['rate']:.1f}")
+    cells += [f"{row['start']:.2f}", f"{1e3 * sync:.1f}", f"{1e3 * agreeing:.1f}"]
+    cells += [f"{1e3 * gpu:.1f}", f"{1e3 * alone:.1f}", f"{row['rate']:.1f}"]
     cells.append(f"{100 * row['rate'] / row['peak']:.0f}%" if row["peak"] else "")
     cells += [f"{1e3 * row['broadcast']:.1f}", f"{1e6 * issuing:.0f}"]
     cells += [f"{max(row['memory'][trainers:]):.2f}", f"{row['stated']:.2f}"]
@@ -266,7 +272,7 @@ def rank_main(path: Path, address: str, options: argparse.Namespace) -> dict[str
     transport = transport_of(options.transport, store, rank, trainers + workers, device)
     meeting = Meeting(store, trainers + workers)
     common: dict[str, Any] = dict(trainers=trainers, timeout=options.timeout)
-    seconds, clock, wrong, bare = [], Clock(transport, device), [], []
+    stats, clock, wrong = [], Clock(transport, device), []
     if rank < trainers:
         shards = Shards(plan, rank, device)
         shards.make(0)
@@ -280,9 +286,8 @@ def rank_main(path: Path, address: str, options: argparse.Namespace) -> dict[str
             shards.make(step)
             torch.cuda.synchronize()
             meeting.wait()
-            seconds.append(trainer.send().seconds)
-        if is_one_tensor(plan):
-            bare = alone(transport, meeting, options.timeout, shards.held[0], None)
+            stats.append(trainer.send())
+        bare = alone(transport, meeting, options.timeout, clock.moved)
         besides = free - torch.cuda.mem_get_info()[0]
         besides -= torch.cuda.memory_reserved() - held_before
         copied = broadcast(plan, transport, device, options.transport)
@@ -304,13 +309,12 @@ def rank_main(path: Path, address: str, options: argparse.Namespace) -> dict[str
             target.poison()
             torch.cuda.synchronize()
             meeting.wait()
-            seconds.append(worker.receive().seconds)
+            stats.append(worker.receive())
             held = max(held, torch.cuda.max_memory_allocated() - resident)
             wrong += target.wrong(step, rank)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        if is_one_tensor(plan):
-            bare = alone(transport, meeting, options.timeout, None, target.params["w"])
+        bare = alone(transport, meeting, options.timeout, clock.moved)
         besides = free - torch.cuda.mem_get_info()[0]
         besides -= torch.cuda.memory_reserved() - held_before
         copied = broadcast(plan, transport, device, options.transport)
@@ -319,10 +323,12 @@ def rank_main(path: Path, address: str, options: argparse.Namespace) -> dict[str
     return {
         "rank": rank,
         "start": start,
-        "seconds": seconds,
+        "seconds": [one.seconds for one in stats],
+        "agreeing": [one.agreeing for one in stats],
         "issuing": clock.issuing,
+        "hosts": clock.hosts,
         "gpu": clock.gpu,
-        "bare": bare,
+        "alone": bare,
         "besides": besides / 1e9 if trainers + workers <= gpus else 0.0,
         "wrong": wrong,
         "broadcast": copied,
@@ -365,49 +371,63 @@ class Meeting:
 
 
 class Clock:
-    """Of each sync, in seconds: how long the host issues it, and how long the GPU is at it."""
+    """Of each sync, in seconds: how long the host issues it, the transfers of that, and the GPU."""
 
     def __init__(self, transport: Any, device: Any) -> None:
         self.transport, self.device = transport, device
         self.issuing: list[float] = []
+        self.hosts: list[float] = []
         self.gpu: list[float] = []
+        #: What the last sync gave the transport.
+        self.moved: list[tuple[int, Any, Any]] = []
 
     def watch(self, end: Any) -> None:
         import torch
 
-        run, wait = end._run, self.transport.wait
+        run, move, wait = end._run, self.transport.run, self.transport.wait
         first = torch.cuda.Event(enable_timing=True)
         last = torch.cuda.Event(enable_timing=True)
 
         def started(*arguments: Any) -> Any:
-            self.began = time.perf_counter()
+            self.began, self.host = time.perf_counter(), 0.0
+            self.moved.clear()
             first.record(torch.cuda.current_stream(self.device))
             return run(*arguments)
 
+        def moved(leg: int, send: Any, receive: Any, deadline: Any) -> None:
+            self.moved.append((leg, send, receive))
+            began = time.perf_counter()
+            move(leg, send, receive, deadline)
+            self.host += time.perf_counter() - began
+
         def waited(deadline: Any) -> None:
             self.issuing.append(time.perf_counter() - self.began)
+            self.hosts.append(self.host)
             wait(deadline)  # the current stream waits for all others
             last.record(torch.cuda.current_stream(self.device))
             last.synchronize()
             self.gpu.append(first.elapsed_time(last) / 1e3)
 
-        end._run, self.transport.wait = started, waited
+        end._run, self.transport.run, self.transport.wait = started, moved, waited
 
 
 def is_one_tensor(plan: Any) -> bool:
     return len(plan.tensors) == 1
 
 
-def alone(transport: Any, meeting: Meeting, timeout: float, send: Any, receive: Any) -> list[float]:
-    """Seconds of bare transfers of one tensor, without a run around them."""
+def alone(
+    transport: Any, meeting: Meeting, timeout: float, moved: Sequence[tuple[int, Any, Any]]
+) -> list[float]:
+    """Seconds of a sync's transfers, without a run around them."""
     from m2ncompile.runtime.deadline import Deadline
 
-    times = []
+    kind, times = type(transport), []
     for _ in range(8):
         meeting.wait()
         began, deadline = time.perf_counter(), Deadline(timeout)
-        transport.run(0, send, receive, deadline)
-        type(transport).wait(transport, deadline)
+        for leg, send, receive in moved:
+            kind.run(transport, leg, send, receive, deadline)
+        kind.wait(transport, deadline)
         times.append(time.perf_counter() - began)
     return times[3:]
 

@@ -101,7 +101,7 @@ def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
     """Stacks of 8 MB between large tensors: both packing buffers are in use at once, again and
     again, and long after another was sent."""
     source = Layout(Mesh((2, 1), 0), (0, REPLICATE))
-    layout = Layout(Mesh((1, 2), 2), (REPLICATE, 1))
+    workers = Mesh((1, 2), 2)
     infos, destinations = [], []
     for layer in range(layers):
         for name in "abcd":
@@ -110,7 +110,10 @@ def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
             infos.append(TensorInfo(f"layers.{layer}.wide.weight", "bfloat16", (4096, 6144)))
     for index, info in enumerate(infos):
         rows, columns = info.shape
-        local = (rows, columns // 2)
+        # What is large can be cut along the dim that neither side shards.
+        dim = 0 if "wide" in info.name else 1
+        local = (rows // 2, columns) if dim == 0 else (rows, columns // 2)
+        layout = Layout(workers, (REPLICATE, dim))
         landing = Landing(Param(info.name, info.dtype, local), (0,), ((rows * columns // 2, 1),))
         wire = Wire(0, info.shape, source)
         destinations.append(Destination(index, wire, "direct", layout, landing, None))
