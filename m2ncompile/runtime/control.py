@@ -226,7 +226,7 @@ class StoreControl:
     def _heard(self, number: int, keys: Sequence[str]) -> list[bytes | None]:
         """What was said in a round, None where it was said before that."""
         said = [msgspec.msgpack.decode(value, type=_Said) for value in self._values(keys)]
-        return [one.words if one.round >= number else None for one in said]
+        return [one.words if one.round in (number, _EVERY) else None for one in said]
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
         """Of keys that are there, in one call where the store can."""

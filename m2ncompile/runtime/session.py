@@ -16,7 +16,7 @@ from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.agree import Envelope, agree
 from m2ncompile.runtime.control import ControlPlane, Watch
-from m2ncompile.runtime.deadline import Deadline, within
+from m2ncompile.runtime.deadline import Aside, Deadline
 from m2ncompile.runtime.transports.base import Transport
 
 __all__ = ["GRACE", "Session", "attempt", "bounded", "destination_digest"]
@@ -58,6 +58,7 @@ class Session:
         self._syncs = 0
         self._closed = threading.Event()
         self._busy = threading.Lock()
+        self._aside = Aside()
 
     @property
     def rank(self) -> int:
@@ -171,7 +172,9 @@ class Session:
             raise
         began, deadline = time.monotonic(), Deadline(self.timeout)
         try:
-            result, error = bounded(self.transport, lambda: run(version, deadline), deadline)
+            result, error = bounded(
+                self._aside, self.transport, lambda: run(version, deadline), deadline
+            )
             if self._closed.is_set():
                 error = "it was closed during the sync"
             if error is not None:
@@ -255,7 +258,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def bounded(
-    transport: Transport, action: Callable[[], T], deadline: Deadline
+    aside: Aside, transport: Transport, action: Callable[[], T], deadline: Deadline
 ) -> tuple[T | None, str | None]:
     """As `attempt`, in no more time than there is.
 
@@ -269,7 +272,7 @@ def bounded(
             return attempt(action)
 
     try:
-        return within(run, deadline.remaining + _SLACK)
+        return aside.run(run, deadline.remaining + _SLACK)
     except TimeoutError:
         seconds = f"{deadline.seconds:g} s"
         return None, f"the transfer did not end within {seconds}, and goes on: restart the process"

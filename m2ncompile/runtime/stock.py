@@ -23,7 +23,7 @@ from m2ncompile.plan import Plan
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.agree import agree
 from m2ncompile.runtime.control import StoreControl
-from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.deadline import Aside, Deadline
 from m2ncompile.runtime.driver import Client, Driver
 from m2ncompile.runtime.session import GRACE, attempt, bounded
 from m2ncompile.runtime.transports.m2n import M2nTransport
@@ -96,6 +96,7 @@ class StockSession:
         self.unusable: str | None = None
         self._driver = Driver(client) if rank == 0 else None
         self._client, self._host, self._port, self._device = client, host, port, device
+        self._aside = Aside()
         self.transport: M2nTransport | None = None
 
     def establish(self, load: Callable[[], Plan], bind: Callable[[Plan], T]) -> tuple[Plan, T]:
@@ -149,7 +150,7 @@ class StockSession:
                     comm, self._device, stream, trainers, None, len(params)
                 )
 
-            published, error = bounded(self.transport, meet, Deadline(self.timeout))
+            published, error = bounded(self._aside, self.transport, meet, Deadline(self.timeout))
             if published is None:
                 raise RunError(f"no connection to the workers: {error}")
             mesh = vllm.M2NMesh(_workers(plan).dims, trainers)
@@ -183,7 +184,9 @@ class StockSession:
             driver.start("update_weights", lambda: client.update_weights(names))
         assert self.transport is not None
         deadline = Deadline(self.timeout)
-        result, failure = bounded(self.transport, lambda: run(version, deadline), deadline)
+        result, failure = bounded(
+            self._aside, self.transport, lambda: run(version, deadline), deadline
+        )
         if driver is not None and failure is None:
             failure = driver.join(self.timeout)
             if failure is None:

@@ -11,7 +11,7 @@ import pytest
 
 from m2ncompile.errors import RunError
 from m2ncompile.runtime import session
-from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.deadline import Aside, Deadline
 from m2ncompile.runtime.session import bounded
 
 #: Stands for a transport over a GPU, whose calls run inside of something.
@@ -23,7 +23,7 @@ CPU: Any = SimpleNamespace(detached=lambda: None)
 def test_what_never_returns_is_given_up(transport: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_SLACK", 0.0)
     held = threading.Event()
-    result, error = bounded(transport, held.wait, Deadline(0.2))
+    result, error = bounded(Aside(), transport, held.wait, Deadline(0.2))
     held.set()
     assert result is None
     assert error == "the transfer did not end within 0.2 s, and goes on: restart the process"
@@ -34,8 +34,8 @@ def test_what_returns_or_fails_is_told(transport: Any) -> None:
     def fail() -> object:
         raise RunError("rank 2 left")
 
-    assert bounded(transport, lambda: 7, Deadline(30)) == (7, None)
-    assert bounded(transport, fail, Deadline(30)) == (None, "rank 2 left")
-    assert bounded(transport, lambda: 1 // 0, Deadline(30))[1] == (
+    assert bounded(Aside(), transport, lambda: 7, Deadline(30)) == (7, None)
+    assert bounded(Aside(), transport, fail, Deadline(30)) == (None, "rank 2 left")
+    assert bounded(Aside(), transport, lambda: 1 // 0, Deadline(30))[1] == (
         "ZeroDivisionError: integer division or modulo by zero"
     )
