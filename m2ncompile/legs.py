@@ -17,8 +17,8 @@ __all__ = ["Leg", "legs_of"]
 class Leg(msgspec.Struct, frozen=True):
     """One transfer: a tensor of `shape` from its layout on trainers to its layout on workers.
 
-    `stack` tensors travel in it, one after the other along its first dim; 1 where
-    it is one tensor as it is. Ranks are the communicator's. `dtype` is torch's name.
+    `stack` tensors travel in it (`stacking.py`), 1 where it is one as it is. Ranks are the
+    communicator's. `dtype` is torch's name.
     """
 
     dtype: str
@@ -41,20 +41,21 @@ class Leg(msgspec.Struct, frozen=True):
 def legs_of(plan: Plan) -> Sequence[Leg]:
     """In the order in which all ranks run them. Equal ones are one object."""
     layouts = layouts_of(plan)
-    known: dict[tuple[int, int, tuple[int, ...], PlanPart | None], Leg] = {}
+    known: dict[tuple[int, int, tuple[int, ...], PlanPart | None, bool], Leg] = {}
     legs = []
     for transfer in plan.transfers:
         carried = [plan.destinations[index] for index in transfer.destinations]
         wire, where = plan.wires[carried[0].wire], tuple(d.layout for d in carried)
         # Parts of one size are alike.
         part = transfer.part and msgspec.structs.replace(transfer.part, start=0)
-        key = wire.geometry, wire.source, where, part
+        key = wire.geometry, wire.source, where, part, transfer.by_rows
         if key not in known:
             form = plan.geometries[wire.geometry]
             shape = form.shape
             if part is not None:
                 shape = (*shape[: part.dim], part.size, *shape[part.dim + 1 :])
-            stack = stacked(shape, layouts[wire.source], [layouts[i] for i in where])
+            destinations = [layouts[index] for index in where]
+            stack = stacked(shape, layouts[wire.source], destinations, transfer.by_rows)
             known[key] = Leg(
                 plan.dtypes[form.dtype],
                 len(carried),

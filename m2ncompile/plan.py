@@ -172,10 +172,12 @@ class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
     """One collective: the destinations it serves, as one stack (`stacking.py`) where several.
 
     `part` is None where it moves all of them; one destination alone may go in parts.
+    `by_rows` is the form of the stack.
     """
 
     destinations: tuple[int, ...]
     part: PlanPart | None = None
+    by_rows: bool = False
 
 
 class PlanStaging(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ from m2ncompile.errors import LayoutError, PlanError, Problems
 from m2ncompile.layout import Layout, check_transfers, local_shape, transfer_problems
 from m2ncompile.plan import MAX_BYTES, Plan, PlanPart, decode, program_digest
 from m2ncompile.stacking import stacked
-from m2ncompile.views import narrowed
+from m2ncompile.views import cut, narrowed
 from m2ncompile.wire import complete_digest, fragments, source_digest_of
 
 __all__ = ["check", "layouts_of", "load", "loads", "wire_digests"]
@@ -171,6 +171,8 @@ def _check_records(plan: Plan, problems: Problems) -> None:
             problems.add(f"transfers[{i}]", "carries no destination")
         if transfer.part is not None and len(transfer.destinations) > 1:
             problems.add(f"transfers[{i}]", "carries parts of several destinations")
+        if transfer.part is not None and transfer.by_rows:
+            problems.add(f"transfers[{i}]", "a part does not go by rows")
     ranks = plan.inputs.trainer.ranks + plan.inputs.engine.workers
     if len(plan.staging) != ranks:
         problems.add("staging", f"has {len(plan.staging)} entries, there are {ranks} ranks")
@@ -262,9 +264,10 @@ def _check_moves(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) ->
 
 def _check_stacks(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -> None:
     """What a transfer carries together, one can carry."""
-    kinds: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    kinds: dict[tuple[int, int, tuple[int, ...], bool], int] = {}
+    landings: dict[tuple[int, int, int], int] = {}
     for i, transfer in enumerate(plan.transfers):
-        if len(transfer.destinations) == 1:
+        if len(transfer.destinations) == 1 and not transfer.by_rows:
             continue
         carried = [plan.destinations[d] for d in transfer.destinations]
         wires = {plan.wires[d.wire] for d in carried}
@@ -274,11 +277,24 @@ def _check_stacks(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -
             problems.add(f"transfers[{i}]", message)
             continue
         ((geometry, source),) = forms
-        kinds.setdefault((geometry, source, tuple(d.layout for d in carried)), i)
-    for (geometry, source, where), i in kinds.items():
-        name, form = f"transfers[{i}]", plan.geometries[geometry]
+        where = tuple(d.layout for d in carried)
+        kinds.setdefault((geometry, source, where, transfer.by_rows), i)
+        for d in carried if transfer.by_rows else ():
+            landings.setdefault((geometry, d.layout, -1 if d.landing is None else d.landing), i)
+    for (geometry, layout, landing), i in landings.items():
+        if landing < 0:
+            problems.add(f"transfers[{i}]", "what falls back does not go by rows")
+            continue
         try:
-            stack = stacked(form.shape, layouts[source], [layouts[index] for index in where])
+            shape = local_shape(layouts[layout], plan.geometries[geometry].shape)
+            cut(plan.landings[landing].dims, shape[0])
+        except (LayoutError, ValueError) as error:
+            problems.add(f"transfers[{i}]", f"its landings do not lie by rows: {error}")
+    for (geometry, source, where, by_rows), i in kinds.items():
+        name, form = f"transfers[{i}]", plan.geometries[geometry]
+        destinations = [layouts[index] for index in where]
+        try:
+            stack = stacked(form.shape, layouts[source], destinations, by_rows)
         except ValueError as error:
             problems.add(name, str(error))
             continue

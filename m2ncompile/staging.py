@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from itertools import chain
 from math import prod
 
 import msgspec
 
 from m2ncompile.dtypes import nbytes
-from m2ncompile.layout import Layout
+from m2ncompile.layout import Layout, local_shape
 from m2ncompile.legs import Leg, legs_of
 from m2ncompile.plan import Plan, PlanDestination, PlanStaging, PlanTransfer
 from m2ncompile.plan_check import layouts_of
-from m2ncompile.views import View, contiguous, narrowed, sent_view
+from m2ncompile.views import View, contiguous, cut, narrowed, sent_view
 
 __all__ = [
     "BUFFERS",
@@ -90,18 +91,20 @@ def landed_view(
 ) -> View:
     """Where in its parameter's storage the worker `rank` puts what a transfer brings of `d`.
 
-    Not for `fallback`. Raises ValueError where a part is no strided box there.
+    Not for `fallback`. Its dims are the rows first, where it goes by rows. Raises ValueError
+    where a part is no strided box there.
     """
     assert d.landing is not None
     layout, dims = layouts[d.layout], plan.landings[d.landing].dims
     offset = d.offset_at(rank - layout.mesh.start)
-    if (part := transfer.part) is None:
+    if transfer.part is None and not transfer.by_rows:
         sizes, strides = zip(*dims, strict=True)
         return View(offset, sizes, strides)
-    shape = plan.geometries[plan.wires[d.wire].geometry].shape
-    split = layout.split
-    local = [n // split[1] if split and i == split[0] else n for i, n in enumerate(shape)]
-    return narrowed(offset, dims, local, part.dim, part.start, part.size)
+    local = local_shape(layout, plan.geometries[plan.wires[d.wire].geometry].shape)
+    if (part := transfer.part) is not None:
+        return narrowed(offset, dims, local, part.dim, part.start, part.size)
+    sizes, strides = zip(*chain(*cut(dims, local[0])), strict=True)
+    return View(offset, sizes, strides)
 
 
 def staging_of(plan: Plan, reloading: Reloading) -> tuple[PlanStaging, ...]:
@@ -136,7 +139,7 @@ def _packed(
     found: defaultdict[int, Counter[str]] = defaultdict(Counter)
     known: dict[tuple[object, ...], bool] = {}
     for transfer, leg in zip(plan.transfers, legs, strict=True):
-        if len(transfer.destinations) == 1:
+        if len(transfer.destinations) == 1 and not transfer.by_rows:
             d = plan.destinations[transfer.destinations[0]]
             tensor = plan.tensors[d.tensor]
             key = tensor.geometry, tensor.source, d.wire, transfer.part
@@ -181,6 +184,8 @@ def in_place(
 
     Several are when they follow each other in one parameter, as the experts of a layer do.
     """
+    if transfer.by_rows and len(carried) > 1:
+        return False
     first = carried[0]
     wire = plan.geometries[plan.wires[first.wire].geometry]
     if first.landing is None:  # a stack of what falls back has memory of its own

@@ -10,7 +10,7 @@ import msgspec
 from m2ncompile.layout import Layout, local_shape, shard_box
 from m2ncompile.plan import PlanPart
 
-__all__ = ["View", "contiguous", "narrowed", "sent_view"]
+__all__ = ["View", "contiguous", "cut", "narrowed", "sent_view"]
 
 
 class View(msgspec.Struct, frozen=True):
@@ -92,8 +92,8 @@ def narrowed(
     `shape` is how the elements are seen, in the order of `dims`, which may be grouped
     otherwise. Raises ValueError where `dim` is no one dim of them.
     """
-    before, rest = _cut(dims, prod(shape[:dim]))
-    along, after = _cut(rest, shape[dim])
+    before, rest = cut(dims, prod(shape[:dim]))
+    along, after = cut(rest, shape[dim])
     along = [(n, step) for n, step in along if n > 1]
     while len(along) > 1 and along[-2][1] == along[-1][0] * along[-1][1]:
         (a, _), (b, step) = along[-2:]
@@ -105,10 +105,13 @@ def narrowed(
     return View(offset + start * step, tuple(n for n, _ in kept), tuple(s for _, s in kept))
 
 
-def _cut(
+def cut(
     dims: Sequence[tuple[int, int]], count: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(size, stride) dims in two: the first step through `count` runs of what the others hold."""
+    """(size, stride) dims in two: the first step through `count` runs of what the others hold.
+
+    Raises ValueError where no such two are there.
+    """
     outer: list[tuple[int, int]] = []
     inner = list(dims)
     while count > 1:

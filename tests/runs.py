@@ -13,6 +13,7 @@ import torch
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
+from m2ncompile.compile.rows import by_rows
 from m2ncompile.compile.split import split
 from m2ncompile.errors import RunError
 from m2ncompile.inventory import TensorInfo
@@ -90,11 +91,13 @@ def varied_plan(
     infos += [msgspec.structs.replace(info, name=f"{info.name}x") for info in infos]
     destinations += [_twin(d, d.tensor + tensors) for d in destinations]
     groups = coalesce(infos, destinations, inputs.limits)
-    transfers = split(infos, destinations, groups, inputs.limits)
+    transfers = by_rows(destinations, split(infos, destinations, groups, inputs.limits))
     return assemble(inputs, infos, sources * 2, destinations, transfers)
 
 
-def experts_plan(experts: int, route: Route = "reload", stage_bytes: int = 1 << 28) -> Plan:
+def experts_plan(
+    experts: int, route: Route = "reload", stage_bytes: int = 1 << 28, rows: bool = False
+) -> Plan:
     """Gate, up and down of each, listed as checkpoints do; two workers have half of every one."""
     source, workers = Layout(Mesh((2, 1), 0), (0, REPLICATE)), Mesh((1, 2), 2)
     gates = Param("experts.w13", "bfloat16", (experts, 8, 6))
@@ -116,7 +119,10 @@ def experts_plan(experts: int, route: Route = "reload", stage_bytes: int = 1 << 
     limits = Limits(stage_bytes=stage_bytes)
     inputs = msgspec.structs.replace(make_inputs(), limits=limits)
     groups = coalesce(infos, destinations, limits)
-    transfers = [PlanTransfer(group) for group in groups]
+    transfers: Sequence[PlanTransfer] = [PlanTransfer(group) for group in groups]
+    if rows:
+        transfers = by_rows(destinations, transfers)
+        assert all(transfer.by_rows for transfer in transfers if len(transfer.destinations) > 1)
     return assemble(inputs, infos, [source] * len(infos), destinations, transfers)
 
 

@@ -57,7 +57,7 @@ def test_a_layer_is_stacked_by_geometry() -> None:
     ]
 
 
-def test_small_direct_ones_are_stacked_across_layers_after_the_last() -> None:
+def test_direct_ones_are_stacked_across_layers_after_the_last() -> None:
     case = Case([], [])
     for layer in range(3):
         case.add(f"layers.{layer}.norm.weight", (8,), route="direct")
@@ -68,6 +68,25 @@ def test_small_direct_ones_are_stacked_across_layers_after_the_last() -> None:
         [f"layers.{layer}.norm.weight" for layer in range(3)],
         ["layers.2.mlp.weight"],
     ]
+
+
+def test_stacks_across_layers_take_a_quarter_of_what_may_be_staged() -> None:
+    """Of 64 bytes a rank: a trainer may hold tensors until their stack is complete."""
+    case = Case([], [])
+    for layer in range(8):
+        case.add(f"layers.{layer}.a", (8, 8), route="direct")
+        for name in "bcde":
+            case.add(f"layers.{layer}.{name}", (8, 8))
+    sizes = [len(group) for group in case.groups(stage_bytes=4 * 64)]
+    assert sizes.count(1) == 8 and sizes.count(4) == 8
+
+
+def test_stacks_are_cut_evenly() -> None:
+    case = Case([], [])
+    for number in range(10):
+        case.add(f"layers.0.{number}", (8, 8))
+    assert [len(group) for group in case.groups(stage_bytes=4 * 64)] == [3, 3, 4]
+    assert [len(group) for group in case.groups(stage_bytes=9 * 64)] == [5, 5]
 
 
 def test_what_differs_stays_apart() -> None:

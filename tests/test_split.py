@@ -60,7 +60,7 @@ def test_what_fits_stays_whole() -> None:
 
 
 def test_what_does_not_is_cut_along_the_first_dim_that_nobody_shards() -> None:
-    assert parts(destination((8, 4), 0), 31) == [PlanPart(1, 0, 3), PlanPart(1, 3, 1)]
+    assert parts(destination((8, 4), 0), 31) == [PlanPart(1, 0, 2), PlanPart(1, 2, 2)]
     assert parts(destination((8, 4, 6), 0), 64) == [PlanPart(1, n, 1) for n in range(4)]
     whole = Layout(Mesh((2, 1), 0), None)
     assert parts(destination((8, 4), None, whole), 32) == [PlanPart(0, 0, 4), PlanPart(0, 4, 4)]

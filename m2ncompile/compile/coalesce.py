@@ -1,9 +1,9 @@
 """Destinations to transfers: what can travel together does.
 
 Large tensors go as they are, since packing costs two copies of local memory;
-smaller ones of equal geometry are stacked, those of one layer together, so that
-the layer is finished early and its staging memory reused. What is small and
-written directly is stacked across layers, after the last of them.
+smaller ones of equal geometry are stacked. What takes staging memory until its layer is complete
+is stacked within that. What is written directly takes none, and is stacked across layers, but
+only as much of it as moves at a good rate: a trainer may hold it until the last of it is there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from m2ncompile.routes import Destination
 
 __all__ = ["coalesce"]
 
-#: Bytes of a whole tensor up to which it is stacked across layers.
-_SMALL = 1 << 20
+#: What a rank packs or unpacks at most of a stack across layers, as a part of what it may.
+_ACROSS = 4
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -35,7 +35,7 @@ def coalesce(
         if len(d.wire.shape) >= limits.max_dims or size >= limits.stack_bytes:
             groups[index].append(index)
             continue
-        layer = None if size <= _SMALL and d.route == "direct" else _layer(tensor.name)
+        layer = None if d.route == "direct" else _layer(tensor.name)
         one_rank = d.layout.mesh.size == 1 and d.layout.split is None
         where = "one rank" if one_rank else d.layout
         groups[tensor.dtype, d.wire.shape, d.wire.source, where, d.route, layer].append(index)
@@ -43,7 +43,8 @@ def coalesce(
     for key, unordered in groups.items():
         group = _as_they_land(destinations, unordered)
         across = isinstance(key, tuple) and key[-1] is None
-        for part in _parts(tensors, destinations, group, limits):
+        most = limits.stage_bytes // (_ACROSS if across else 1)
+        for part in _parts(tensors, destinations, group, most):
             found.append((max(part) if across else min(part), part))
     return tuple(part for _, part in sorted(found))
 
@@ -74,9 +75,9 @@ def _parts(
     tensors: Sequence[TensorInfo],
     destinations: Sequence[Destination],
     group: Sequence[int],
-    limits: Limits,
+    most: int,
 ) -> Iterator[tuple[int, ...]]:
-    """A group, cut so that no rank stages more than it may."""
+    """A group, cut evenly so that no rank stages more than `most` bytes."""
     if len(group) == 1:
         yield (group[0],)
         return
@@ -88,18 +89,24 @@ def _parts(
         by_rank[destinations[index].layout.mesh.start].append(index)
     ranks = sorted(by_rank)
     if len(ranks) == 1:
-        count = max(1, limits.stage_bytes // max(sent, received))
-        for start in range(0, len(group), count):
-            yield tuple(group[start : start + count])
+        for start, end in _even(len(group), most // max(sent, received)):
+            yield tuple(group[start:end])
         return
     even = len({len(one) for one in by_rank.values()}) == 1
     if not even or ranks != list(range(ranks[0], ranks[0] + len(ranks))):
         for rank in ranks:
-            yield from _parts(tensors, destinations, by_rank[rank], limits)
+            yield from _parts(tensors, destinations, by_rank[rank], most)
         return
-    count = max(1, limits.stage_bytes // max(sent * len(ranks), received))
-    for start in range(0, len(by_rank[ranks[0]]), count):
-        yield tuple(i for rank in ranks for i in by_rank[rank][start : start + count])
+    count = most // max(sent * len(ranks), received)
+    for start, end in _even(len(by_rank[ranks[0]]), count):
+        yield tuple(i for rank in ranks for i in by_rank[rank][start:end])
+
+
+def _even(length: int, most: int) -> Iterator[tuple[int, int]]:
+    """Intervals of `length`, as few as have at most `most` each, of about one size."""
+    pieces = -(-length // max(1, most))
+    for piece in range(pieces):
+        yield length * piece // pieces, length * (piece + 1) // pieces
 
 
 def _shards(layout: Layout) -> int:

@@ -18,6 +18,7 @@ from m2ncompile.compile.resolve_traced import (
     resolve_traced,
 )
 from m2ncompile.compile.resolve_vllm import agreed_destinations, forbids_direct, resolve
+from m2ncompile.compile.rows import by_rows
 from m2ncompile.compile.split import split
 from m2ncompile.compile.validate import validate
 from m2ncompile.engine.facts import ModelFacts
@@ -89,7 +90,7 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
     destinations = resolve_traced(tensors, sources, recordings, placed, mesh, spec.limits.max_dims)
     check_reloaded(destinations, recordings, placed, mesh.start)
     groups = coalesce(tensors, destinations, spec.limits)
-    transfers = split(tensors, destinations, groups, spec.limits)
+    transfers = by_rows(destinations, split(tensors, destinations, groups, spec.limits))
     plan = assemble(
         inputs, tensors, sources, destinations, transfers, reloading(recordings, mesh.start)
     )

@@ -52,14 +52,22 @@ def _parts(dtype: str, d: Destination, limits: Limits) -> Iterator[PlanPart | No
     if share > limits.stage_bytes:
         # Of the first dims: there a part is made of the longest runs.
         for dim, size in enumerate(shape):
-            step = size * limits.stage_bytes // share
-            if dim + 1 == len(shape) and step > _RUN:
-                step -= step % _RUN
+            most = size * limits.stage_bytes // share
+            run = _RUN if dim + 1 == len(shape) and most > _RUN else 1
+            step = _even(size, run, most)
             if step and _lies_evenly(d, received, dim):
                 for start in range(0, size, step):
                     yield PlanPart(dim, start, min(step, size - start))
                 return
     yield None
+
+
+def _even(size: int, run: int, most: int) -> int:
+    """Of what size the parts of a dim are, in whole runs: as few as can be, and about alike."""
+    runs, most = -(-size // run), most // run
+    if not most:
+        return 0
+    return -(-runs // -(-runs // most)) * run
 
 
 def _lies_evenly(d: Destination, received: Sequence[int], dim: int) -> bool:

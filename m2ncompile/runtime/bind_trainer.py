@@ -14,9 +14,10 @@ import msgspec
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, LayoutError, Problem, Problems, nearest
 from m2ncompile.layout import Layout, local_shape, shard_box
-from m2ncompile.plan import Plan, PlanPart, PlanTensor
+from m2ncompile.plan import Plan, PlanPart, PlanTensor, PlanTransfer
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.shards import Held
+from m2ncompile.stacking import Rows, rows_of
 from m2ncompile.staging import BUFFERS
 from m2ncompile.views import View, contiguous, sent_view
 
@@ -33,11 +34,13 @@ class Part(msgspec.Struct, frozen=True):
 class Send(msgspec.Struct, frozen=True):
     """This rank's part of one leg: one tensor, or several that are stacked.
 
-    `packed` where they are sent from a copy, being several, or one with gaps.
+    `packed` where they are sent from a copy, being several, or one with gaps; `rows` the
+    form of that copy where it is not one after the other.
     """
 
     parts: tuple[Part, ...]
     packed: bool
+    rows: Rows | None = None
 
 
 class TrainerBinding(msgspec.Struct, frozen=True):
@@ -93,11 +96,11 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
         if not parts:
             sends.append(None)
             continue
-        copied = len(parts) > 1 or not contiguous(parts[0].view)
+        copied = len(parts) > 1 or transfer.by_rows or not contiguous(parts[0].view)
         if copied:
             dtype = plan.dtypes[plan.geometries[plan.tensors[parts[0].tensor].geometry].dtype]
             packed[dtype] = max(packed[dtype], sum(prod(part.view.shape) for part in parts))
-        sends.append(Send(tuple(parts), copied))
+        sends.append(Send(tuple(parts), copied, _rows(plan, layouts, transfer)))
     takes = BUFFERS * sum(nbytes(dtype, (numel,)) for dtype, numel in packed.items())
     if takes > (stated := plan.staging[rank].packed):
         message = f"what trainer {rank} packs takes {takes} bytes, the plan says {stated}"
@@ -126,6 +129,15 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
         whole=whole,
         packed_numel=dict(packed),
     )
+
+
+def _rows(plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer) -> Rows | None:
+    if not transfer.by_rows:
+        return None
+    carried = [plan.destinations[index] for index in transfer.destinations]
+    wire = plan.wires[carried[0].wire]
+    shape = plan.geometries[wire.geometry].shape
+    return rows_of(shape, layouts[wire.source], [layouts[d.layout] for d in carried])
 
 
 def _check(plan: Plan, layouts: Sequence[Layout], held: Sequence[Held]) -> frozenset[str]:

@@ -11,7 +11,7 @@ import msgspec
 
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, Problems, nearest
-from m2ncompile.layout import Layout
+from m2ncompile.layout import Layout, local_shape
 from m2ncompile.plan import Plan, PlanDestination, PlanTransfer
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.routes import Route
@@ -51,13 +51,15 @@ class Receive(msgspec.Struct, frozen=True):
 
     What arrives is row-major. It is received `apart` and copied unless all of it goes to one
     contiguous run of a parameter, in its order and of its dtype.
-    `last` where nothing more of it follows.
+    `last` where nothing more of it follows. `rows` is how many this rank gets of each where
+    a stack goes by rows, else 0.
     """
 
     route: Route
     parts: tuple[Part, ...]
     apart: bool
     last: bool = True
+    rows: int = 0
 
 
 class Staged(msgspec.Struct, frozen=True):
@@ -115,7 +117,10 @@ def bind_worker(plan: Plan, target: Target, rank: int) -> WorkerBinding:
         last = transfer.part is None or _whole(plan, carried[0])[transfer.part.dim] == (
             transfer.part.start + transfer.part.size
         )
-        receives.append(Receive(route, parts, copied, last))
+        rows = 0
+        if transfer.by_rows:
+            rows = local_shape(layouts[carried[0].layout], _whole(plan, carried[0]))[0]
+        receives.append(Receive(route, parts, copied, last, rows))
         for part in parts:
             if part.into is None or part.view is None:
                 continue

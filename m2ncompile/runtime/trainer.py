@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from m2ncompile.errors import RunError
+from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_trainer import Send, TrainerBinding, bind_trainer
 from m2ncompile.runtime.control import ControlPlane, Watch
@@ -18,6 +20,7 @@ from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
+from m2ncompile.stacking import Rows
 from m2ncompile.staging import BUFFERS
 from m2ncompile.views import View, contiguous
 
@@ -97,6 +100,9 @@ class Trainer:
             ]
             for send in (one or Send((), False) for one in binding.sends)
         ]
+        self._rows = [None if one is None else one.rows for one in binding.sends]
+        #: By leg, what this rank sends, as the transport sees it.
+        self._sent = [leg.sent_shape for leg in legs_of(plan)]
         #: By dtype two buffers: one is packed while the other is sent.
         self._packed = {
             dtype: torch.empty(BUFFERS, numel, dtype=getattr(torch, dtype), device=self._device)
@@ -165,14 +171,15 @@ class Trainer:
     def _pack(self, leg: int, given: dict[int, torch.Tensor], slot: int) -> torch.Tensor:
         """What this rank sends in a leg, copied together."""
         pieces = [_view(given, tensor, view) for tensor, view in self._parts[leg]]
-        shape = pieces[0].shape if len(pieces) == 1 else torch.Size((len(pieces), *pieces[0].shape))
         buffer = self._packed[str(pieces[0].dtype).removeprefix("torch.")][slot]
-        packed = buffer[: shape.numel()].view(shape)
-        if len(pieces) == 1:
-            copy_all([packed], pieces)
-        else:
-            # Exact to the bit, and a tenth of the host's time that fused copies take.
+        packed = buffer[: prod(self._sent[leg])].view(self._sent[leg])
+        # Stacks are exact to the bit, and take a tenth of the host's time of fused copies.
+        if (form := self._rows[leg]) is not None:
+            _pack_rows(pieces, packed, form)
+        elif len(pieces) > 1:
             torch.stack(pieces, out=packed)
+        else:
+            copy_all([packed], pieces)
         return packed
 
     def _take(
@@ -211,6 +218,22 @@ class Trainer:
     def close(self) -> None:
         """Ends the run for this rank."""
         self._session.close()
+
+
+def _pack_rows(pieces: Sequence[torch.Tensor], packed: torch.Tensor, form: Rows) -> None:
+    rows, columns = pieces[0].shape
+    if not form.cut:
+        each = len(pieces) // form.blocks
+        for block, out in enumerate(packed.view(form.blocks, rows, each, columns)):
+            torch.stack(pieces[block * each : (block + 1) * each], 1, out=out)
+        return
+    blocks = packed.view(form.blocks, rows, len(pieces), -1)
+    shares = [piece.view(rows, form.blocks, -1) for piece in pieces]
+    if len(shares) == 1:
+        copy_all([blocks.squeeze(2)], [shares[0].transpose(0, 1)])
+    else:
+        # CUDA's is one kernel where what comes in has no gaps, however it goes out.
+        torch.stack(shares, 1, out=blocks.permute(1, 2, 0, 3))
 
 
 def _is_all(view: View, shape: tuple[int, ...]) -> bool:

@@ -15,12 +15,13 @@ from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_worker import Part, Receive, Staged, WorkerBinding, bind_worker
 from m2ncompile.runtime.control import ControlPlane
-from m2ncompile.runtime.copies import copy_all
+from m2ncompile.runtime.copies import Copies, copy_all
 from m2ncompile.runtime.deadline import Deadline
 from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.stats import RouteStats, SyncStats
 from m2ncompile.runtime.target import Target
 from m2ncompile.runtime.transports.base import Transport
+from m2ncompile.runtime.unpack import seen, unpacking
 from m2ncompile.staging import BUFFERS
 from m2ncompile.views import View
 
@@ -82,17 +83,27 @@ class Worker:
         for one in (one for group in binding.staged.values() for one in group if one.zeroed):
             self._cleared[one.first].append(self._staging[one.start : one.start + one.nbytes])
         live = target.live()
-        #: By leg and part, where what arrives goes; None where loaders get it.
-        self._places: list[list[torch.Tensor | None]] = []
-        for receive in binding.receives:
-            places: list[torch.Tensor | None] = []
-            for part in () if receive is None else receive.parts:
-                if receive is None or part.into is None or part.view is None:
-                    places.append(None)
-                else:
-                    into = staged if receive.route == "reload" else live
-                    places.append(_view(into[part.into], part.view))
-            self._places.append(places)
+        legs = legs_of(plan)
+        self._shapes = [leg.received_shape for leg in legs]
+        self._dtypes: list[torch.dtype] = [getattr(torch, leg.dtype) for leg in legs]
+        #: By leg, where it is received; None where loaders get memory of their own.
+        self._buffers: list[torch.Tensor | None] = []
+        #: What is received apart, to where it goes.
+        self._unpack: dict[int, Copies] = {}
+        for leg, receive in enumerate(binding.receives):
+            if receive is None or receive.route == "fallback":
+                self._buffers.append(None)
+                continue
+            into = staged if receive.route == "reload" else live
+            if receive.apart:
+                self._buffers.append(self._apart_of(leg))
+                self._unpack[leg] = unpacking(receive, self._apart_of(leg), into)
+                continue
+            # Of several parts, the first is where the run begins.
+            part = receive.parts[0]
+            assert part.into is not None and part.view is not None
+            start = View(part.view.offset, self._shapes[leg], _row_major(self._shapes[leg]))
+            self._buffers.append(seen(into[part.into], start))
         #: What is written directly, and where that is.
         self._direct = {
             part.into: (live[part.into], _at(live[part.into]))
@@ -103,9 +114,6 @@ class Worker:
         }
         #: By tensor, what has arrived so far of those that fall back in parts.
         self._partials: dict[int, torch.Tensor] = {}
-        legs = legs_of(plan)
-        self._shapes = [leg.received_shape for leg in legs]
-        self._dtypes: list[torch.dtype] = [getattr(torch, leg.dtype) for leg in legs]
         counts: Counter[str] = Counter()
         nbytes: Counter[str] = Counter()
         for leg, receive in enumerate(binding.receives):
@@ -204,9 +212,10 @@ class Worker:
         apart = receive is not None and receive.apart
         if apart or complete or (receive is not None and receive.route == "fallback"):
             self._session.transport.fence(leg, deadline)
-        if receive is not None and buffer is not None:
-            pieces = buffer.unbind() if len(receive.parts) > 1 else (buffer,)
-            if receive.route == "fallback" and receive.parts[0].view is not None:
+        if leg in self._unpack:
+            self._unpack[leg].run()
+        elif receive is not None and buffer is not None and receive.route == "fallback":
+            if receive.parts[0].view is not None:
                 (part,) = receive.parts
                 whole, place = self._partial(part)
                 if apart:
@@ -214,32 +223,32 @@ class Worker:
                 if receive.last:
                     del self._partials[part.tensor]
                     yield self.plan.tensors[part.tensor].name, whole
-            elif receive.route == "fallback":
+            else:
+                pieces = buffer.unbind() if len(receive.parts) > 1 else (buffer,)
                 for part, piece in zip(receive.parts, pieces, strict=True):
                     tensor = self.plan.tensors[part.tensor]
                     shape = self.plan.geometries[tensor.geometry].shape
                     yield tensor.name, piece.view(shape)
-            elif apart:
-                places = [place for place in self._places[leg] if place is not None]
-                received = zip(pieces, places, strict=True)
-                copy_all(places, [piece.view(place.shape) for piece, place in received])
         for name, value in complete:
             self._target.load(name, value)
 
     def _buffer(self, leg: int, receive: Receive) -> torch.Tensor:
         """Contiguous memory for a leg, as this rank's shard of it."""
-        shape, place = self._shapes[leg], self._places[leg][0]
-        if receive.route == "fallback" and receive.parts[0].view is not None:
-            _, place = self._partial(receive.parts[0])
-        if place is None:
+        shape = self._shapes[leg]
+        if (buffer := self._buffers[leg]) is not None:
+            return buffer
+        if receive.parts[0].view is None:
             # Loaders may keep a tensor until its module is complete: memory of its own.
             return torch.empty(shape, dtype=self._dtypes[leg], device=self._target.device)
+        _, place = self._partial(receive.parts[0])
         if receive.apart:
-            # Legs are settled one behind: two buffers are enough if they alternate by leg.
-            apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")][leg % 2]
-            return apart[: torch.Size(shape).numel()].view(shape)
-        # Of several parts, the first is where the run begins.
+            return self._apart_of(leg)
         return place.as_strided(shape, _row_major(shape), place.storage_offset())
+
+    def _apart_of(self, leg: int) -> torch.Tensor:
+        # Legs are settled one behind: two buffers are enough if they alternate by leg.
+        apart = self._apart[str(self._dtypes[leg]).removeprefix("torch.")][leg % 2]
+        return apart[: prod(self._shapes[leg])].view(self._shapes[leg])
 
     def _partial(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """A tensor that falls back and arrives in parts, and the place in it of this one."""
@@ -249,22 +258,17 @@ class Worker:
             dtype: torch.dtype = getattr(torch, self.plan.dtypes[geometry.dtype])
             whole = torch.empty(geometry.shape, dtype=dtype, device=self._target.device)
             self._partials[part.tensor] = whole
-        return whole, _view(whole, part.view)
+        return whole, seen(whole, part.view)
 
     def close(self) -> None:
         """Ends the run for this rank."""
         self._session.close()
 
 
-def _row_major(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _at(tensor: torch.Tensor) -> tuple[object, ...]:
     """Which memory, seen as what."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    memory = tensor.detach()
-    return memory.as_strided(view.shape, view.strides, memory.storage_offset() + view.offset)
