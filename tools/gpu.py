@@ -8,6 +8,11 @@ GPUs it runs `tests` (tests/gpu), `m2n` (bench_m2n.py), and where vLLM is instal
 (bench_engines.py, vLLM's own backend and this project's in the same workers) and `llm`
 (gpu_engine.py, a whole vLLM). What each printed is added to the results file as soon as it
 has ended, whatever comes after.
+
+Where ranks share a GPU they take turns on it, some milliseconds each, unless NVIDIA's MPS lets
+them in together: `nvidia-cuda-mps-control -d` before, with CUDA_MPS_PIPE_DIRECTORY set. Their
+kernels wait for each other, so that all must fit: NCCL_MAX_CTAS=8 NCCL_RESHARD_NUM_CTAS=8 for up
+to eight ranks. `tests` kills processes, which MPS does not bear: without it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -106,6 +112,8 @@ def run(options: argparse.Namespace) -> list[str]:
     import torch
 
     here = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        here += ", MPS"
     with options.results.open("a") as file:
         file.write(f"# {here}, torch {torch.__version__}\n")
     plans = sorted((options.folder / "plans").glob(f"{options.match}.plan.json"))
