@@ -232,7 +232,8 @@ def _pack_rows(pieces: Sequence[torch.Tensor], packed: torch.Tensor, form: Rows)
     if len(shares) == 1:
         copy_all([blocks.squeeze(2)], [shares[0].transpose(0, 1)])
     else:
-        # CUDA's is one kernel where what comes in has no gaps, however it goes out.
+        # From tensors without gaps into a permuted whole: half the host's time that permuted
+        # tensors take (torch 2.11).
         torch.stack(shares, 1, out=blocks.permute(1, 2, 0, 3))
 
 

@@ -18,6 +18,7 @@ import torch
 
 from m2ncompile.compile.assemble import assemble
 from m2ncompile.compile.coalesce import coalesce
+from m2ncompile.compile.rows import by_rows
 from m2ncompile.compile.split import split
 from m2ncompile.inventory import TensorInfo
 from m2ncompile.layout import REPLICATE, Layout, Limits, Mesh
@@ -97,7 +98,7 @@ def test_every_kind_of_transfer(
     assert said == [{"done": 3, "error": None}] * (trainers + workers)
 
 
-def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
+def wide_plan(layers: int = 24, stage_bytes: int = 1 << 24) -> Plan:
     """Stacks of 8 MB between large tensors: both packing buffers are in use at once, again and
     again, and long after another was sent."""
     source = Layout(Mesh((2, 1), 0), (0, REPLICATE))
@@ -107,7 +108,7 @@ def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
         for name in "abcd":
             infos.append(TensorInfo(f"layers.{layer}.{name}.weight", "bfloat16", (1024, 1024)))
         if layer % 3 == 0:
-            infos.append(TensorInfo(f"layers.{layer}.wide.weight", "bfloat16", (4096, 6144)))
+            infos.append(TensorInfo(f"layers.{layer}.wide.weight", "bfloat16", (2048, 6144)))
     for index, info in enumerate(infos):
         rows, columns = info.shape
         # What is large can be cut along the dim that neither side shards.
@@ -117,10 +118,10 @@ def wide_plan(layers: int = 24, stage_bytes: int = 1 << 28) -> Plan:
         landing = Landing(Param(info.name, info.dtype, local), (0,), ((rows * columns // 2, 1),))
         wire = Wire(0, info.shape, source)
         destinations.append(Destination(index, wire, "direct", layout, landing, None))
-    limits = Limits(stage_bytes=stage_bytes)
+    limits = Limits(stack_bytes=1 << 22, stage_bytes=stage_bytes)
     inputs = msgspec.structs.replace(make_inputs(trainers=2, tp=2), limits=limits)
     groups = coalesce(infos, destinations, limits)
-    transfers = split(infos, destinations, groups, limits)
+    transfers = by_rows(destinations, split(infos, destinations, groups, limits))
     return assemble(inputs, infos, [source] * len(infos), destinations, transfers)
 
 
@@ -131,7 +132,8 @@ def test_no_buffer_is_used_while_it_is_in_use(tmp_path: Path) -> None:
 def test_large_tensors_in_parts_and_experts_where_they_lie(tmp_path: Path) -> None:
     plan = wide_plan(6, stage_bytes=1 << 23)
     assert any(transfer.part is not None for transfer in plan.transfers)
-    for number, one in enumerate((plan, experts_plan(12), experts_plan(12, "direct", 200))):
+    experts = experts_plan(12), experts_plan(12, "direct", 200), experts_plan(12, rows=True)
+    for number, one in enumerate((plan, *experts)):
         folder = tmp_path / str(number)
         folder.mkdir()
         assert run_ranks(folder, one, syncs=3) == [{"done": 3, "error": None}] * 4
