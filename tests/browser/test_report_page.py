@@ -466,7 +466,7 @@ def test_a_tensor_in_parts(show: Show) -> None:
     page.focus("#transfers [role=slider]")
     page.keyboard.press("End")
     text = page.get_attribute("#transfers [role=slider]", "aria-valuetext")
-    assert text == "transfer 2 of 2: 16 B, direct, 3 to 4 of dim 1 of one tensor"
+    assert text == "transfer 2 of 2: 32 B, direct, 2 to 4 of dim 1 of one tensor"
 
 
 def test_hostile_names_stay_text(show: Show) -> None:
