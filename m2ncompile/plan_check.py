@@ -286,8 +286,8 @@ def _check_stacks(plan: Plan, layouts: tuple[Layout, ...], problems: Problems) -
             problems.add(f"transfers[{i}]", "what falls back does not go by rows")
             continue
         try:
-            shape = local_shape(layouts[layout], plan.geometries[geometry].shape)
-            cut(plan.landings[landing].dims, shape[0])
+            local = local_shape(layouts[layout], plan.geometries[geometry].shape)
+            cut(plan.landings[landing].dims, prod(local[:1]))  # below: that it is a matrix
         except (LayoutError, ValueError) as error:
             problems.add(f"transfers[{i}]", f"its landings do not lie by rows: {error}")
     for (geometry, source, where, by_rows), i in kinds.items():

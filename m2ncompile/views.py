@@ -118,6 +118,8 @@ def cut(
         if not inner:
             raise ValueError("its dims hold too little")
         n, step = inner.pop(0)
+        if n < 1:
+            raise ValueError(f"a dim has {n} elements")
         if count % n == 0:
             outer.append((n, step))
             count //= n

@@ -209,3 +209,28 @@ def test_a_plan_whose_landings_have_no_rows_is_refused() -> None:
     broken = replace(plan, transfers=(PlanTransfer((0, 1, 2), None, True),))
     with pytest.raises(PlanError, match="do not lie by rows"):
         check(broken)
+
+
+@pytest.mark.parametrize(
+    ("dims", "says"),
+    [
+        (((0, 1), (48, 1)), "a dim has 0 elements"),
+        (((-8, 6), (6, 1)), "a dim has -8 elements"),
+        ((), "its dims hold too little"),
+    ],
+)
+def test_landings_that_are_none_are_refused(dims: tuple[tuple[int, int], ...], says: str) -> None:
+    plan = make_plan(layout("rows", range(2)), [layout("columns", range(2, 4))] * 3)
+    broken = replace(plan, landings=(replace(plan.landings[0], dims=dims),))
+    with pytest.raises(PlanError, match=says):
+        check(broken)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (2, 4, 12)])
+def test_what_is_no_matrix_does_not_go_by_rows(shape: tuple[int, ...]) -> None:
+    plan = make_plan(layout("whole", range(2)), [layout("whole", range(2, 4))] * 3)
+    other = (*plan.geometries, replace(plan.geometries[0], shape=shape))
+    wires = tuple(replace(wire, geometry=len(other) - 1) for wire in plan.wires)
+    together = (PlanTransfer((0, 1, 2), None, True),)
+    with pytest.raises(PlanError, match="only matrices go by rows"):
+        check(replace(plan, geometries=other, wires=wires, transfers=together))

@@ -181,12 +181,13 @@ class StoreControl:
 
     def _settled(self) -> None:
         keys, deadline = [f"read/{rank}" for rank in self._unread], Deadline(_SETTLE)
+        began = time.monotonic()
         while not deadline.passed:
             if self._store.check(keys) and all(
                 int(read) >= self._published for read in self._values(keys)
             ):
                 return
-            time.sleep(0)
+            _pause(began)
 
     def close(self) -> None:
         # On rank 0 nobody listens any more, so that another run can begin at its address.
@@ -213,9 +214,7 @@ class StoreControl:
                 return Answers(tuple(answers))
             if deadline.passed or (watch and (vain := watch()) is not None):
                 break
-            # Not waits that time out: torch warns of each.
-            waited = time.monotonic() - began
-            time.sleep(min(waited * _LOOK_SHARE, _LOOK_AT_MOST))
+            _pause(began)
         one_by_one = (
             self._heard(number, [key]) if self._store.check([key]) else [None] for key in keys
         )
@@ -234,3 +233,8 @@ class StoreControl:
             found: list[bytes] = self._store.multi_get(list(keys))
             return found
         return [self._store.get(key) for key in keys]
+
+
+def _pause(began: float) -> None:
+    """Before rank 0 looks again. It does not wait for a key: torch warns of each that times out."""
+    time.sleep(min((time.monotonic() - began) * _LOOK_SHARE, _LOOK_AT_MOST))
