@@ -4,7 +4,8 @@ usage: python tools/gpu.py --prepare FOLDER       anywhere with the compiler
        python tools/gpu.py FOLDER [--results FILE] [--only PART,...] [--match GLOB]
 
 `--prepare` builds the plans: real dims, as few layers as fit a GPU, 1+1 to 4+4 ranks. On the
-GPUs it runs `tests` (tests/gpu), `m2n` (bench_m2n.py), and where vLLM is installed `engines`
+GPUs it runs `tests` (tests/gpu), `m2n` (bench_m2n.py), `shapes` (bench_shapes.py and
+bench_pack.py: what stacks are shaped for), and where vLLM is installed `engines`
 (bench_engines.py, vLLM's own backend and this project's in the same workers) and `llm`
 (gpu_engine.py, a whole vLLM). What each printed is added to the results file as soon as it
 has ended, whatever comes after.
@@ -45,7 +46,7 @@ LLMS = (
 )
 #: Ranks at which vLLM's own backend is run beside.
 ENGINES = ((1, 1), (2, 2))
-PARTS = ("tests", "m2n", "engines", "llm")
+PARTS = ("tests", "m2n", "shapes", "engines", "llm")
 
 
 def main() -> None:
@@ -125,6 +126,9 @@ def run(options: argparse.Namespace) -> list[str]:
         results = options.results.with_suffix(".json")
         tool = [python, str(ROOT / "tools" / "bench_m2n.py"), "--timeout", "60"]
         commands.append(("m2n", [*tool, "--results", str(results), *map(str, plans)]))
+    if "shapes" in wanted:
+        for name in ("bench_shapes", "bench_pack"):
+            commands.append((name, [python, str(ROOT / "tools" / f"{name}.py")]))
     if importlib.util.find_spec("vllm") is not None:
         for part, script in (("engines", "bench_engines.py"), ("llm", "gpu_engine.py")):
             for path in sorted(
