@@ -90,6 +90,8 @@ class EngineSpec(_Checked, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     #: `auto` takes what the model's config says; else the engine's method name.
     quantization: Text = "auto"
+    #: As vLLM's `--moe-backend`, which workers must be given alike.
+    moe_backend: Text = "auto"
 
     @staticmethod
     def violations(values: Mapping[str, Any]) -> Violations:

@@ -81,6 +81,17 @@ def test_stacks_across_layers_take_a_quarter_of_what_may_be_staged() -> None:
     assert sizes.count(1) == 8 and sizes.count(4) == 8
 
 
+def test_what_a_layer_has_much_of_is_stacked_within_it() -> None:
+    """Directly or not: four matrices are more than half of the quarter that goes across layers."""
+    case = Case([], [])
+    for layer in range(3):
+        for expert in range(4):
+            case.add(f"layers.{layer}.experts.{expert}", (8, 8), route="direct")
+    by_layer = [[f"layers.{layer}.experts.{expert}" for expert in range(4)] for layer in range(3)]
+    assert case.groups(stage_bytes=4 * 2 * 4 * 64 - 1) == by_layer
+    assert [len(group) for group in case.groups(stage_bytes=4 * 2 * 4 * 64)] == [6, 6]
+
+
 def test_stacks_are_cut_evenly() -> None:
     case = Case([], [])
     for number in range(10):

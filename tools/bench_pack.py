@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from m2ncompile.runtime.copies import Copies  # noqa: E402
-from m2ncompile.runtime.trainer import _pack_rows  # noqa: E402
+from m2ncompile.runtime.pack import pack_rows  # noqa: E402
 from m2ncompile.stacking import Rows  # noqa: E402
 
 SHAPES = {"gate_proj": (384, 2048), "down_proj": (1024, 768)}
@@ -60,9 +60,9 @@ def actions(shape: tuple[int, int], options: argparse.Namespace) -> dict[str, Ca
     each = Copies(list(places), list(came.transpose(0, 1)))
     return {
         "one after the other": lambda: torch.stack(matrices, out=packed.view(count, rows, columns)),
-        "by rows": lambda: _pack_rows(matrices, packed, Rows()),
-        "by rows, dealt to blocks": lambda: _pack_rows(matrices, packed, Rows(blocks)),
-        "by rows, columns cut": lambda: _pack_rows(matrices, packed, Rows(blocks, cut=True)),
+        "by rows": lambda: pack_rows(matrices, packed, Rows()),
+        "by rows, dealt to blocks": lambda: pack_rows(matrices, packed, Rows(blocks)),
+        "by rows, columns cut": lambda: pack_rows(matrices, packed, Rows(blocks, cut=True)),
         "unpacked as one": at_once.run,
         "unpacked one by one": each.run,
     }

@@ -82,8 +82,9 @@ def _build_plan(spec: Spec, progress: Progress) -> Plan:
         return assemble(inputs, tensors, sources, destinations)  # a stock peer stacks nothing
     from m2ncompile.engine.record_all import record_all  # imports torch: after the checks above
 
+    target, moe_backend = spec.engine.target, spec.engine.moe_backend
     recordings = record_all(
-        engine, tensors, lambda module: not_direct(module, spec.engine.target), progress
+        engine, tensors, lambda module: not_direct(module, target, moe_backend), progress
     )
     placed = pieces_by_tensor(recordings, mesh.start)
     check_accepted(tensors, recordings, placed, engine.quantization is not None)

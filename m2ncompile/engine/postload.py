@@ -14,9 +14,8 @@ subclass or a replacement is not known. What is known of the listed ones:
   for the shared expert); that is checked. Qwen3-Next's `conv1d.weight` gets its third
   dim while the module is built. A tied head and its embedding hold one parameter,
   which one write updates; nothing happens to it unless to one of its owners.
-* `HARMFUL`: what they make of what they hold, as the message says. On some targets
-  some kernels for unquantized experts do nothing; which one runs depends on what is
-  installed there.
+* `HARMFUL`: what they make of what they hold, as the message says; but unquantized
+  experts where it is known that their kernel reads them as loaded (`expert_kernels.py`).
 * `METHODS`: empty off CPU (and ROCm and XPU, which are no targets). On a CPU both
   hand the weight to a matrix kernel that may pack it. An embedding's copy is used
   only by a head that shares it, but the method does not know.
@@ -30,6 +29,7 @@ from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from m2ncompile.engine.expert_kernels import EXPERTS, read_as_loaded
 from m2ncompile.errors import EngineError
 from m2ncompile.spec import TARGETS
 
@@ -155,7 +155,7 @@ HARMFUL = {
     (f"{_LAYERS}.attention.mla_attention", "MLAAttention"): (
         "it derives the absorbed matrices W_UK_T and W_UV from kv_b_proj, and resets its scales"
     ),
-    (f"{_LAYERS}.fused_moe.routed_experts", "RoutedExperts"): _EXPERTS,
+    EXPERTS: _EXPERTS,
     (f"{_MODELS}.gpt_oss", "GptOssRoutedExperts"): _EXPERTS,
 }
 
@@ -166,20 +166,20 @@ METHODS = {
 }
 
 
-def not_direct(model: torch.nn.Module, target: str) -> dict[str, str]:
+def not_direct(model: torch.nn.Module, target: str, moe_backend: str = "auto") -> dict[str, str]:
     """Why named parameters and buffers must not be written in place on `target`; absent: safe.
 
     `model` is a vLLM 0.33.0 module in load format (before any post-load
     processing), `target` one of `m2ncompile.spec.TARGETS`; EngineError for
-    another. A tensor is listed under each of its names, and one reason to
-    refuse a storage refuses every tensor in it.
+    another, `moe_backend` what the workers run with. A tensor is listed under each of
+    its names, and one reason to refuse a storage refuses every tensor in it.
     """
     if target not in TARGETS:
         raise EngineError(f'unknown target "{target}"; known: {", ".join(TARGETS)}')
     reasons: dict[int, str] = {}
     # Parents first: where several modules object, the innermost one's reason stands.
     for module in model.modules():
-        if (reason := _objection(module, target)) is not None:
+        if (reason := _objection(module, target, moe_backend)) is not None:
             reasons.update((_storage(tensor), reason) for tensor in _tensors(module))
     named = chain(
         model.named_parameters(remove_duplicate=False),
@@ -190,10 +190,12 @@ def not_direct(model: torch.nn.Module, target: str) -> dict[str, str]:
     }
 
 
-def _objection(module: torch.nn.Module, target: str) -> str | None:
+def _objection(module: torch.nn.Module, target: str, moe_backend: str) -> str | None:
     kind = type(module)
-    if (harm := HARMFUL.get((kind.__module__, kind.__qualname__))) and _is_that_class(kind):
-        return f"{kind.__qualname__}: {harm}"
+    known = (kind.__module__, kind.__qualname__)
+    if (harm := HARMFUL.get(known)) and _is_that_class(kind):
+        harmless = known == EXPERTS and read_as_loaded(module, target, moe_backend)
+        return None if harmless else f"{kind.__qualname__}: {harm}"
     if not _listed(kind, HARMLESS):
         return f"{_full_name(kind)} is not known to leave loaded weights alone"
     if getattr(module, "_fse_fuse_gate", False):

@@ -157,6 +157,7 @@ class MetaEngine:
             CacheConfig,
             CompilationConfig,
             DeviceConfig,
+            KernelConfig,
             LoadConfig,
             ModelConfig,
             ParallelConfig,
@@ -195,6 +196,7 @@ class MetaEngine:
             cache_config=CacheConfig(block_size=16),
             device_config=DeviceConfig(device="cpu"),
             load_config=LoadConfig(load_format="dummy"),
+            kernel_config=KernelConfig(moe_backend=spec.moe_backend),
             compilation_config=CompilationConfig(mode=0, cudagraph_mode="NONE"),
         )
 

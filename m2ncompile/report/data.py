@@ -136,6 +136,7 @@ def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
             f"{engine.workers}: tp {engine.tp}, ep {engine.ep}, pp {engine.pp}, dp {engine.dp}",
         ),
         ("element types", f"dtype {engine.dtype}, quantization {engine.quantization}"),
+        ("MoE backend", engine.moe_backend),
         ("trainer", _trainer(inputs)),
         ("resolver", inputs.resolver.name),
         *(("not sent", f"{missing.names}: {missing.reason}") for missing in inputs.model.missing),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ from m2ncompile.runtime.bind_trainer import Send, TrainerBinding, bind_trainer
 from m2ncompile.runtime.control import ControlPlane, Watch
 from m2ncompile.runtime.copies import copy_all
 from m2ncompile.runtime.deadline import Deadline
+from m2ncompile.runtime.pack import pack_rows
 from m2ncompile.runtime.session import Session
 from m2ncompile.runtime.shards import Shards
 from m2ncompile.runtime.stats import SyncStats
 from m2ncompile.runtime.transports.base import Transport
-from m2ncompile.stacking import Rows
 from m2ncompile.staging import BUFFERS
 from m2ncompile.views import View, contiguous
 
@@ -175,7 +175,7 @@ class Trainer:
         packed = buffer[: prod(self._sent[leg])].view(self._sent[leg])
         # Stacks are exact to the bit, and take a tenth of the host's time of fused copies.
         if (form := self._rows[leg]) is not None:
-            _pack_rows(pieces, packed, form)
+            pack_rows(pieces, packed, form)
         elif len(pieces) > 1:
             torch.stack(pieces, out=packed)
         else:
@@ -218,23 +218,6 @@ class Trainer:
     def close(self) -> None:
         """Ends the run for this rank."""
         self._session.close()
-
-
-def _pack_rows(pieces: Sequence[torch.Tensor], packed: torch.Tensor, form: Rows) -> None:
-    rows, columns = pieces[0].shape
-    if not form.cut:
-        each = len(pieces) // form.blocks
-        for block, out in enumerate(packed.view(form.blocks, rows, each, columns)):
-            torch.stack(pieces[block * each : (block + 1) * each], 1, out=out)
-        return
-    blocks = packed.view(form.blocks, rows, len(pieces), -1)
-    shares = [piece.view(rows, form.blocks, -1) for piece in pieces]
-    if len(shares) == 1:
-        copy_all([blocks.squeeze(2)], [shares[0].transpose(0, 1)])
-    else:
-        # From tensors without gaps into a permuted whole: half the host's time that permuted
-        # tensors take (torch 2.11).
-        torch.stack(shares, 1, out=blocks.permute(1, 2, 0, 3))
 
 
 def _is_all(view: View, shape: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Where vLLM's workers have their experts, against where a plan puts them."""
+"""How vLLM's workers have their experts, against what a plan assumes of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,54 @@ from typing import Any
 
 from torch import nn
 
+from m2ncompile.engine.expert_kernels import backend_of
 from m2ncompile.errors import BindError, Problems
+from m2ncompile.plan import Plan
 from m2ncompile.spec import EngineSpec
 
 __all__ = ["check_experts"]
 
 
-def check_experts(engine: EngineSpec, worker: int, model: nn.Module, parallel: Any) -> None:
-    """Raises BindError unless `worker` has the experts that the plan's `engine` gives it.
+def check_experts(plan: Plan, worker: int, model: nn.Module, parallel: Any) -> None:
+    """Raises BindError unless `worker` has the experts that the plan gives it, and as it does.
 
-    Names and shapes don't tell: they are the same wherever the experts are.
+    Names and shapes don't tell: they are the same wherever the experts are, and whatever the
+    kernel makes of them.
     """
     problems = Problems()
+    _check_places(plan.inputs.engine, worker, model, parallel, problems)
+    _check_kernels(plan, model, problems)
+    problems.raise_if_any(BindError, "the worker does not have the experts that the plan assumes")
+
+
+def _check_kernels(plan: Plan, model: nn.Module, problems: Problems) -> None:
+    """Experts are written directly only where their kernel reads them as they were loaded."""
+    written = (
+        plan.params[plan.landings[one.landing].param].name.rpartition(".")
+        for one in plan.destinations
+        if one.route == "direct" and one.landing is not None
+    )
+    asked = plan.inputs.engine.moe_backend
+    for path in sorted({path for path, _, leaf in written if leaf in ("w13_weight", "w2_weight")}):
+        try:
+            backend, as_loaded = backend_of(model.get_submodule(path))
+        except AttributeError:  # on another pipeline stage
+            continue
+        if as_loaded:
+            continue
+        named = f', or build it with engine.moe_backend = "{backend}"'
+        problems.add(
+            path,
+            f"the worker runs its experts with {backend}, which may keep them otherwise than they "
+            f'are loaded; the plan was built with engine.moe_backend = "{asked}" and writes them '
+            "in place",
+            "start vLLM with --moe-backend triton" + (named if backend.isidentifier() else ""),
+        )
+
+
+def _check_places(
+    engine: EngineSpec, worker: int, model: nn.Module, parallel: Any, problems: Problems
+) -> None:
     if parallel.enable_eplb:
         problems.add(
             "vLLM",
@@ -44,7 +80,6 @@ def check_experts(engine: EngineSpec, worker: int, model: nn.Module, parallel: A
                 if strategy == "linear"
                 else "start vLLM with --expert-placement-strategy linear",
             )
-    problems.raise_if_any(BindError, "the worker does not have the experts that the plan assumes")
 
 
 def _linear(count: int, ep: int, place: int) -> list[int]:

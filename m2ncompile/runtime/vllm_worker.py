@@ -139,7 +139,7 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
 
         def load() -> Plan:
             plan = init_info.load()
-            check_experts(plan.inputs.engine, self.peers.number, self.model, self.parallel_config)
+            check_experts(plan, self.peers.number, self.model, self.parallel_config)
             return plan
 
         self.worker = Worker(

@@ -170,8 +170,10 @@ class Worker:
         target, binding = self._target, self._binding
         with torch.no_grad():
             try:
+                first = self._receive(0, deadline)
+                # While the first leg is under way: an engine takes some milliseconds for it.
                 target.begin(binding.reloaded, binding.falls_back)
-                arriving = self._arriving(deadline, progress)
+                arriving = self._arriving(first, deadline, progress)
                 if binding.falls_back:
                     target.load_weights(arriving)
                 for _ in arriving:  # all of it without fallbacks; what loaders left otherwise
@@ -185,24 +187,27 @@ class Worker:
                 raise
         return True
 
+    def _receive(self, leg: int, deadline: Deadline) -> torch.Tensor | None:
+        """Begins a leg; the memory that it is received in, if it is."""
+        for memory in self._cleared.get(leg, ()):
+            memory.zero_()
+        receive = self._binding.receives[leg]
+        buffer = None if receive is None else self._buffer(leg, receive)
+        self._session.transport.run(leg, None, buffer, deadline)
+        return buffer
+
     def _arriving(
-        self, deadline: Deadline, progress: Progress | None
+        self, first: torch.Tensor | None, deadline: Deadline, progress: Progress | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Runs all legs; gives out what falls back, for the engine's own loaders."""
-        transport, receives = self._session.transport, self._binding.receives
-        before: torch.Tensor | None = None
-        for leg, receive in enumerate(receives):
-            for memory in self._cleared.get(leg, ()):
-                memory.zero_()
-            buffer = None if receive is None else self._buffer(leg, receive)
-            transport.run(leg, None, buffer, deadline)
-            if leg:
-                # While this leg is under way.
-                yield from self._settle(leg - 1, before, deadline)
-            before = buffer
+        """Runs the legs after `first`; gives out what falls back, for the engine's loaders."""
+        legs, before = len(self._binding.receives), first
+        for leg in range(legs):
+            # The next one is under way while this one is settled.
+            after = self._receive(leg + 1, deadline) if leg + 1 < legs else None
+            yield from self._settle(leg, before, deadline)
+            before = after
             if progress is not None:
-                progress(leg + 1, len(receives))
-        yield from self._settle(len(receives) - 1, before, deadline)
+                progress(leg + 1, legs)
 
     def _settle(
         self, leg: int, buffer: torch.Tensor | None, deadline: Deadline

@@ -359,7 +359,7 @@ def test_charts_by_keyboard_and_pointer(show: Show) -> None:
     assert box
     layers.hover(position={"x": box["width"] * 20.5 / len(made.layers), "y": 20})
     text = str(layers.get_attribute("aria-valuetext"))
-    assert text.startswith("model.layers.19: direct 5")
+    assert text.startswith("model.layers.19: direct 1.17 GB, reload 4")
     page.locator("#layers summary").click()
     page.locator("#layers tbody tr").first.wait_for()
     assert page.locator("#layers tbody tr").count() == len(made.layers)
@@ -379,8 +379,8 @@ def test_column_heights_are_the_bytes(show: Show) -> None:
         if (i, "reload") in top:
             under = top.get((i, "direct"), 0)
             assert feet[i, "reload"] == pytest.approx(feet[i, "direct"] - under, abs=0.2)
-    most = max(range(len(layers)), key=lambda i: layers[i].nbytes[1])
-    scale = layers[most].nbytes[1] / top[most, "reload"]
+    most = max(range(len(layers)), key=lambda i: layers[i].nbytes[0])
+    scale = layers[most].nbytes[0] / top[most, "direct"]
     for i, layer in enumerate(layers):
         for route, held in zip(("direct", "reload"), layer.nbytes, strict=False):
             assert top.get((i, route), 0) * scale == pytest.approx(held, abs=scale * 0.2)

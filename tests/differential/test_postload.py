@@ -17,6 +17,14 @@ from torch import nn
 from vllm.config import get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.experts import (
+    flashinfer_cutlass_moe,
+    triton_moe,
+    trtllm_bf16_moe,
+)
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear, _GateLinearMethod
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
@@ -29,10 +37,11 @@ from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
 )
-from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from m2ncompile.engine import vllm_meta
+from m2ncompile.engine.expert_kernels import backend_of, read_as_loaded
 from m2ncompile.engine.kernels import planning_kernels
 from m2ncompile.engine.postload import HARMFUL, HARMLESS, METHODS, not_direct
 from m2ncompile.engine.vllm_meta import MetaEngine
@@ -42,7 +51,7 @@ from m2ncompile.spec import TARGETS, EngineSpec
 pytestmark = pytest.mark.engine
 
 MODELS = Path(__file__).parents[2] / "plans" / "models"
-SM90 = "cuda-sm90"
+SM90, SM100 = "cuda-sm90", "cuda-sm100"
 CUDA = [target for target in TARGETS if target.startswith("cuda")]
 DENSE = [
     "Llama-3.1-8B",
@@ -226,11 +235,12 @@ def test_harmful_class_and_its_subclass(
         for module in model.modules()
         if (type(module).__module__, type(module).__qualname__) == (path, name)
     )
-    reasons = not_direct(model, SM90)
+    reasons = not_direct(model, SM100)
     assert tensors(module)
     assert {reasons[n] for n in tensors(module)} == {f"{name}: {HARMFUL[path, name]}"}
     monkeypatch.setattr(module, "__class__", double(type(module)))
-    assert tensors(module) <= not_direct(model, SM90).keys()
+    for target in (SM90, SM100):
+        assert tensors(module) <= not_direct(model, target).keys()
 
 
 # --- whole models ---
@@ -244,18 +254,50 @@ def test_every_parameter_of_a_dense_decoder_is_direct(name: str, target: str) ->
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_of_a_moe_model_experts_and_absorbed_weights_reload(name: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "moe_backend", "as_loaded"),
+    [
+        (SM90, "auto", True),
+        (SM100, "auto", False),
+        (SM100, "triton", True),
+        (SM90, "flashinfer_cutlass", False),
+    ],
+)
+def test_of_a_moe_model_absorbed_weights_reload_and_experts_by_their_kernel(
+    name: str, target: str, moe_backend: str, as_loaded: bool
+) -> None:
     model = meta_model(name)
-    reasons = not_direct(model, SM90)
+    reasons = not_direct(model, target, moe_backend)
     refused = {n for n, _ in model.named_parameters()} & reasons.keys()
     kinds = {n.split(".layers.")[-1].split(".", 1)[1].split(".experts.")[-1] for n in refused}
-    experts = {"routed_experts.w13_weight", "routed_experts.w2_weight"}
+    expected = set()
+    if not as_loaded:
+        expected |= {"routed_experts.w13_weight", "routed_experts.w2_weight"}
     if name in MLA:
-        experts.add("self_attn.kv_b_proj.weight")
-    if name in ("DeepSeek-V3", "GLM-4.5-Air"):
-        experts.add("mlp.gate.e_score_correction_bias")
-    assert kinds == experts
+        expected.add("self_attn.kv_b_proj.weight")
+    if not as_loaded and name in ("DeepSeek-V3", "GLM-4.5-Air"):
+        expected.add("mlp.gate.e_score_correction_bias")
+    assert kinds == expected
     assert all("shuffle or pad" in reasons[n] for n in refused if ".experts." in n)
+
+
+def test_experts_with_more_than_two_weights_reload() -> None:
+    model = meta_model("Qwen3-30B-A3B")
+    experts = modules_of(model, RoutedExperts)[1]
+    experts.register_parameter("w2_bias", nn.Parameter(torch.empty(4, device="meta")))
+    try:
+        reasons = not_direct(model, SM90)
+        assert names_of(model, experts) <= reasons.keys()
+        assert names_of(model, modules_of(model, RoutedExperts)[0]).isdisjoint(reasons)
+    finally:
+        del experts.w2_bias
+
+
+def test_experts_of_another_method_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = meta_model("Qwen3-30B-A3B")
+    experts = modules_of(model, RoutedExperts)[1]
+    monkeypatch.setattr(experts.quant_method, "__class__", double(type(experts.quant_method)))
+    assert names_of(model, experts) <= not_direct(model, SM90).keys()
 
 
 def test_mla_reloads_kv_b_proj_under_all_its_names() -> None:
@@ -493,6 +535,11 @@ class CudaStandIn(Platform):
     """Answers as CUDA does. The processing of known methods asks for nothing else."""
 
     _enum = PlatformEnum.CUDA
+    target = SM90
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(*divmod(int(cls.target.removeprefix("cuda-sm")), 10))
 
 
 class Snapshot:
@@ -549,6 +596,64 @@ def test_processing_for_cuda_leaves_direct_tensors_alone(
     if name in MLA:
         derived = model.model.layers[0].self_attn.mla_attn.mla_attn.W_UV
         assert derived.numel() < model.model.layers[0].self_attn.kv_b_proj.weight.numel()
+
+
+@pytest.mark.parametrize("backend", list(UnquantizedMoeBackend), ids=lambda one: one.name.lower())
+def test_only_kernels_that_are_known_to_leave_experts_as_loaded(
+    backend: UnquantizedMoeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's processing as far as it runs without its kernels: whether it changes a weight."""
+    for module in (unquantized, unquantized_fused_moe_method):
+        monkeypatch.setattr(module, "current_platform", CudaStandIn())
+    name = backend.name.lower()
+    with real_weights("Qwen3-30B-A3B", SM90) as (model, _):
+        experts = modules_of(model, RoutedExperts)[0]
+        method = experts.quant_method
+        method.unquantized_backend = backend
+        # Stands in for the kernel's construction, which needs a GPU.
+        kernel = SimpleNamespace(
+            fused_experts=SimpleNamespace(process_weights_after_loading=lambda _: None)
+        )
+        monkeypatch.setattr(
+            method, "_init_moe_kernel", lambda _: setattr(method, "moe_kernel", kernel)
+        )
+        before = Snapshot(experts)
+        if backend_of(experts) == (name, True):
+            for _ in range(2):  # as a reload does too
+                method.process_weights_after_loading(experts)
+            assert_untouched(before, Snapshot(experts), {"w13_weight", "w2_weight"})
+            (kernels,) = unquantized.backend_to_kernel_cls(backend)
+            base = modular_kernel.FusedMoEExperts.process_weights_after_loading
+            assert kernels.process_weights_after_loading is base
+            return
+    assert name not in ("triton", "batched_triton")
+    assert backend_of(experts) == (name, False)
+    if name == "flashinfer_cutlass":
+        method.process_weights_after_loading(experts)
+        with pytest.raises(AssertionError, match="w13_weight"):
+            assert_untouched(before, Snapshot(experts), {"w13_weight"})
+
+
+@pytest.mark.parametrize("target", CUDA)
+@pytest.mark.parametrize("flashinfer", [True, False])
+def test_where_vllm_takes_triton_by_itself(
+    target: str, flashinfer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own choice for the platform, with FlashInfer installed or not."""
+    platform = CudaStandIn()
+    monkeypatch.setattr(CudaStandIn, "target", target)
+    for module in (unquantized, flashinfer_cutlass_moe, trtllm_bf16_moe, triton_moe):
+        monkeypatch.setattr(module, "current_platform", platform)
+    for module, found in (
+        (flashinfer_cutlass_moe, "has_flashinfer_cutlass_fused_moe"),
+        (trtllm_bf16_moe, "has_flashinfer_trtllm_fused_moe"),
+    ):
+        monkeypatch.setattr(module, found, lambda: flashinfer)
+    experts = modules_of(meta_model("Qwen3-30B-A3B"), RoutedExperts)[0]
+    backend, _ = unquantized.select_unquantized_moe_backend(experts.moe_config)
+    known = read_as_loaded(experts, target, "auto")
+    assert (backend is UnquantizedMoeBackend.TRITON) == (known or not flashinfer)
+    assert known == (target in ("cuda-sm80", "cuda-sm86", "cuda-sm89", "cuda-sm90"))
 
 
 @pytest.mark.parametrize("name", [*REAL, "Qwen3-Next-80B-A3B"])

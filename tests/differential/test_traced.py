@@ -99,9 +99,16 @@ def test_kv_heads_are_replicated_by_groups(build) -> None:
     assert destination.placements == (0, -1)
 
 
-def test_experts_go_to_their_ranks_by_reload(build) -> None:
-    plan = build("Qwen3-30B-A3B", "tp = 4\nep = 4", num_hidden_layers=1, num_experts=8)
-    assert routes(plan)["up_proj.weight"] == {"reload (post-load)"}
+@pytest.mark.parametrize(
+    ("backend", "route"),
+    [("auto", "direct"), ("triton", "direct"), ("flashinfer_cutlass", "reload (post-load)")],
+)
+def test_experts_go_to_their_ranks_as_their_kernel_lets_them(
+    build, backend: str, route: str
+) -> None:
+    engine = f'tp = 4\nep = 4\nmoe_backend = "{backend}"'
+    plan = build("Qwen3-30B-A3B", engine, num_hidden_layers=1, num_experts=8)
+    assert routes(plan)["up_proj.weight"] == {route}
     assert [w[3].mesh.start for w in wires(plan, "up_proj.weight")] == [4, 4, 5, 5, 6, 6, 7, 7]
     assert {w[3].mesh.size for w in wires(plan, "up_proj.weight")} == {1}
 
@@ -120,7 +127,7 @@ def test_experts_stacked_as_transformers_stacks_them(build) -> None:
     ((base, shape, _, destination),) = wires(plan, "gate_up_proj")
     assert (base, shape) == (0, (16, 768 * 2048))
     assert destination.placements == (-1, 1)
-    assert routes(plan)["experts.down_proj"] == {"reload (post-load)"}
+    assert routes(plan)["experts.down_proj"] == {"direct"}
 
 
 def test_stacked_experts_over_expert_ranks(build) -> None:

@@ -560,6 +560,13 @@ def grouped(folder: Path) -> Path:
     return folder
 
 
+def expert_plan(folder: Path, engine: EngineSpec) -> Plan:
+    trainer = TrainerSpec(ranks=2, layout="fsdp", uneven="replicate")
+    return build_plan(
+        Spec(model=ModelSpec(path=str(folder), name="m"), engine=engine, trainer=trainer)
+    )
+
+
 @pytest.mark.parametrize(
     ("ep", "changed", "says"),
     [
@@ -575,7 +582,8 @@ def test_workers_have_the_experts_that_the_plan_puts_there(
     from m2ncompile.runtime.vllm_experts import check_experts
 
     spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2, ep=ep)
-    meta = MetaEngine(spec, grouped(tmp_path))
+    folder = grouped(tmp_path)
+    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
     parallel = meta._config.parallel_config
     for name, value in changed.items():
         if name != "enable_eplb":
@@ -587,15 +595,59 @@ def test_workers_have_the_experts_that_the_plan_puts_there(
         if "enable_eplb" in changed:
             parallel.enable_eplb = True
         if says is None:
-            check_experts(spec, worker, module, parallel)
+            check_experts(plan, worker, module, parallel)
             # Where another worker's are expected, it is told.
             if ep > 1:
                 with pytest.raises(BindError, match="was the plan built for another parallel"):
-                    check_experts(spec, 1 - worker, module, parallel)
+                    check_experts(plan, 1 - worker, module, parallel)
             continue
         with pytest.raises(BindError, match=says):
-            check_experts(spec, worker, module, parallel)
+            check_experts(plan, worker, module, parallel)
         parallel.enable_eplb = False
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "flashinfer_cutlass"])
+@pytest.mark.parametrize("running", ["TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "CPU"])
+def test_experts_are_written_only_under_a_kernel_that_reads_them_as_loaded(
+    backend: str, running: str, tmp_path: Path
+) -> None:
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from m2ncompile.runtime.vllm_experts import check_experts
+
+    spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2, moe_backend=backend)
+    folder = grouped(tmp_path)
+    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
+    with meta.worker(0) as module:
+        paths = {n for n, m in module.named_modules() if isinstance(m, RoutedExperts)}
+        assert paths
+        for path in paths:
+            module.get_submodule(path).quant_method.unquantized_backend = UnquantizedMoeBackend[
+                running
+            ]
+    parallel = meta._config.parallel_config
+    if backend == "flashinfer_cutlass" or "TRITON" in running:
+        check_experts(plan, 0, module, parallel)
+        return
+    with pytest.raises(BindError) as raised:
+        check_experts(plan, 0, module, parallel)
+    assert {problem.where for problem in raised.value.problems} == paths
+    assert f'"{running.lower()}"' in str(raised.value)
+
+
+def test_experts_of_an_unknown_class_are_not_written(tmp_path: Path) -> None:
+    from m2ncompile.runtime.vllm_experts import check_experts
+
+    spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2)
+    folder = grouped(tmp_path)
+    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
+    with meta.worker(0) as module:
+        (path, *_) = (n for n, m in module.named_modules() if "_expert_map" in m._buffers)
+        experts = module.get_submodule(path)
+        experts.__class__ = type("Other", (type(experts),), {})
+    with pytest.raises(BindError, match=f"{path}: the worker runs its experts with Other"):
+        check_experts(plan, 0, module, meta._config.parallel_config)
 
 
 def test_all_ranks_hear_of_a_worker_that_moves_experts(peer: Callable[..., Peer]) -> None:

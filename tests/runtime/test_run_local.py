@@ -214,6 +214,19 @@ def test_an_error_on_one_rank_is_everyones_and_ends_the_run() -> None:
         assert "this run has ended" in error and "no room for" in error
 
 
+def test_an_engine_that_does_not_begin_while_data_is_under_way() -> None:
+    run = Run(make_plan())
+
+    def refuse(reloaded: Collection[str], everything: bool) -> None:
+        raise ValueError("it sleeps")
+
+    run.targets[0].begin = refuse  # type: ignore[method-assign]
+    errors = failures([*(t.send for t in run.trainers), *(w.receive for w in run.workers)])
+    assert len(set(errors)) == 1
+    assert "worker 0: ValueError: it sleeps" in errors[0]
+    assert all(one.unusable for one in (*run.trainers, *run.workers))
+
+
 def test_a_parameter_put_elsewhere_between_syncs_is_noticed_before_data_moves() -> None:
     run = Run(make_plan())
     run.check_syncs([1])
