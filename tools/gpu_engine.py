@@ -10,7 +10,8 @@ of the `vllm` resolver the workers are stock: they run vLLM's own `nccl_m2n`. By
 The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
 starts with the same weights. Checked after each of three syncs, the first of negated weights:
 every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
-makes it; and greedy tokens are counted that are transformers' (MoE differs by rounding).
+makes it. Greedy tokens are counted that are those after that reload, and transformers' (both
+differ by rounding: vLLM batches as requests arrive, and has other kernels).
 """
 
 from __future__ import annotations
@@ -270,6 +271,10 @@ def run(folder: Path) -> bool:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
+def alike(tokens: list[list[int]], others: list[list[int]]) -> int:
+    return sum(a == b for a, b in zip(chain(*tokens), chain(*others), strict=True))
+
+
 def drive(
     folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes], stock: bool
 ) -> bool:
@@ -324,22 +329,21 @@ def drive(
         stats = trainer.send()
         seconds = time.monotonic() - began
         tokens, expected = client.call("generate"), greedy()
-        pairs = zip(chain(*tokens), chain(*expected), strict=True)
-        same = sum(a == b for a, b in pairs)
         sent = client.call("digests")
         checkpoint = folder / "checkpoint"
         model.save_pretrained(checkpoint)
         client.call("reload", {"path": str(checkpoint)})
-        loaded = client.call("digests")
+        loaded, again = client.call("digests"), client.call("generate")
         differ = [n for a, b in zip(sent, loaded, strict=True) for n in a if a[n] != b[n]]
         stayed = [n for a, b in zip(sent, before, strict=True) for n in a if a[n] == b[n]]
         good, before = good and not differ and not stayed, sent
         count = sum(map(len, sent))
+        same, as_loaded = (alike(tokens, other) for other in (expected, again))
         print(
             f"  sync {stats.version}: {1e3 * seconds:.0f} ms in all, {1e3 * stats.seconds:.0f} ms "
             f"the transfer; {count - len(differ)} of {count} parameters as vLLM's own reload makes "
-            f"them {differ[:3]}, {len(stayed)} unchanged; "
-            f"{same} of {NEW_TOKENS * len(PROMPTS)} tokens as transformers'",
+            f"them {differ[:3]}, {len(stayed)} unchanged; of {NEW_TOKENS * len(PROMPTS)} tokens "
+            f"{as_loaded} as after that reload, {same} as transformers'",
             flush=True,
         )
     trainer.close()

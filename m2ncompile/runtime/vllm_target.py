@@ -44,6 +44,8 @@ class VllmTarget:
         self.platform = None if rehearsed else _platform(device)
         self._model, self._config = model, model_config
         self._modules: nn.Module | None = None
+        #: Attention layers that get nothing in this sync.
+        self._deferred: list[nn.Module] = []
         #: Parameters in load format, and the loaders that they had.
         self._replaced: list[tuple[torch.Tensor, Any]] = []
         #: By name, the module that has the parameter, and what it calls it.
@@ -112,9 +114,11 @@ class VllmTarget:
             self._modules = self._model
         else:
             owners = {id(m): m for m in (self._owner(name)[0] for name in reloaded) if m}
-            # What attention derives (absorbed matrices, scales) follows from any weights.
-            owners |= {id(m): m for m in self._model.modules() if deferred(m)}
             self._modules = nn.ModuleList(owners.values())
+            # What attention derives (absorbed matrices, scales) follows from any weights. A reload
+            # of such a layer would put its tensors aside and back, and derive anew.
+            among = {*self._modules.modules()}
+            self._deferred = [m for m in self._model.modules() if deferred(m) and m not in among]
         if self.device.type == "cpu":
             # vLLM pads and packs experts for its CPU kernel only while there is none yet.
             for module in self._modules.modules():
@@ -152,7 +156,10 @@ class VllmTarget:
         assert self._modules is not None
         with _quiet_about_direct():
             finalize_layerwise_reload(self._modules, self._config)
-        self._modules = None
+        for module in self._deferred:
+            attention: Any = module
+            attention.process_weights_after_loading(self._config.dtype)
+        self._modules, self._deferred = None, []
         for param, loader in self._replaced:
             param.weight_loader = loader
         self._replaced.clear()

@@ -224,7 +224,7 @@ def test_an_engine_that_does_not_begin_while_data_is_under_way() -> None:
     errors = failures([*(t.send for t in run.trainers), *(w.receive for w in run.workers)])
     assert len(set(errors)) == 1
     assert "worker 0: ValueError: it sleeps" in errors[0]
-    assert all(one.unusable for one in (*run.trainers, *run.workers))
+    assert all(one.unusable for one in [*run.trainers]) and all(w.unusable for w in run.workers)
 
 
 def test_a_parameter_put_elsewhere_between_syncs_is_noticed_before_data_moves() -> None:
