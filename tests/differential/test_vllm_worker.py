@@ -655,6 +655,20 @@ def test_all_ranks_hear_of_a_worker_that_moves_experts(peer: Callable[..., Peer]
         peer(enable_eplb=True).start()
 
 
+def test_all_ranks_hear_of_a_worker_that_has_its_weights_on_the_host(
+    peer: Callable[..., Peer],
+) -> None:
+    from vllm.model_executor.offloader import PrefetchOffloader, get_offloader, set_offloader
+
+    before = get_offloader()
+    set_offloader(object.__new__(PrefetchOffloader))
+    try:
+        with pytest.raises(RunError, match="worker 0: vLLM keeps weights on the host"):
+            peer().start()
+    finally:
+        set_offloader(before)
+
+
 # --- the module
 
 

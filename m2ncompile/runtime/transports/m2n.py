@@ -104,6 +104,8 @@ class M2nTransport:
         #: What may still be sent or received into.
         self._in_use: list[torch.Tensor] = []
         self._done: OrderedDict[int, torch.cuda.Event] = OrderedDict()
+        #: Events are recorded again and again: to make one costs as much as to record it.
+        self._spare: list[torch.cuda.Event] = []
         self._watchdog: threading.Timer | None = None
         self._aborted = False
 
@@ -133,7 +135,7 @@ class M2nTransport:
         if self._pool:
             _set_pool(f"{-(-pool_bytes(legs) // (1 << 20)) << 20}:{POOL_SLOTS}")
         torch.cuda.set_device(self._device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream, self._before = torch.cuda.Stream(self._device), torch.cuda.Event()
         for leg in set(legs):
             self._nothing[leg] = (
                 self._tensor(leg.dtype, leg.sent_shape, leg.source, None),
@@ -157,7 +159,7 @@ class M2nTransport:
             raise RunError(
                 f"NCCL M2N is not there ({error}); pip install 'm2ncompile[nccl]'"
             ) from None
-        self._nccl, self._m2n = nccl, m2n
+        self._nccl, self._m2n, self._descriptor = nccl, m2n, _keeping(m2n)
         library = nccl.get_version().libnccl
         words = "none" if library is None else str(library.version)
         if library is None or _numbers(words) < _NCCL:
@@ -207,7 +209,7 @@ class M2nTransport:
     def _tensor(self, dtype: str, shape: Sequence[int], layout: Layout, buffer: int | None) -> Any:
         m2n, resolved = self._m2n, layout.resolved()
         assert resolved.placements is not None
-        return m2n.DistTensor(
+        return self._descriptor(
             buffer,
             local_shape=list(shape),
             dtype=getattr(torch, dtype),
@@ -236,18 +238,19 @@ class M2nTransport:
             self._watchdog.daemon = True
             self._watchdog.start()
         # What was packed, unpacked or computed so far on the caller's stream comes first.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._before.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._before)
         try:
             self._handle.reshard(self._comm, source, destination, stream=self._stream)
         except Exception as error:
             self._check(deadline)
             raise RunError(f"NCCL M2N failed: {error}") from error
         self._check(deadline)
-        event = torch.cuda.Event()
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
         event.record(self._stream)
         self._done[leg] = event
         if len(self._done) > _KEPT:
-            self._done.popitem(last=False)
+            self._spare.append(self._done.popitem(last=False)[1])
 
     def _describe(self, leg: int, buffer: torch.Tensor, layout: Layout) -> Any:
         """Buffers stay where they are from sync to sync, but for a source's own."""
@@ -278,6 +281,7 @@ class M2nTransport:
                 self._check(deadline, thoroughly=True)
             time.sleep(_GLANCE)  # for the engine's other threads
         self._check(deadline, thoroughly=True)
+        self._spare += self._done.values()
         self._done.clear()
         self._in_use.clear()
         if self._watchdog is not None:
@@ -321,6 +325,20 @@ class M2nTransport:
         ending.start()
         ending.join(_PATIENCE)
         self._comm = self._handle = None
+
+
+def _keeping(m2n: Any) -> Any:
+    """NCCL M2N's descriptor of a tensor, which makes its binding with each call, made once."""
+
+    class Tensor(m2n.DistTensor):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._kept = super().as_binding()
+
+        def as_binding(self) -> Any:
+            return self._kept
+
+    return Tensor
 
 
 def _set_pool(value: str) -> None:
