@@ -288,6 +288,7 @@ def spec_for(folder: Path, config: dict[str, Any], old: str = "", new: str = "")
         ({}, "0.33.0", "0.31.0", "vLLM 0.31.0 is not supported"),
         ({}, "ranks = 2", "ranks = 7", "151936 = 7 * 21705 + 1"),
         ({}, "tp = 2", 'tp = 2\nquantization = "fp9"', "fp9"),
+        ({}, "tp = 2", 'tp = 2\nmoe_backend = "fp9"', "moe_backend: Input should be 'auto', 'tri"),
         (
             {},
             'layout = "fsdp"',

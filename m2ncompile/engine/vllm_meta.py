@@ -255,10 +255,13 @@ def _vllm_errors(title: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
+    from pydantic import ValidationError  # vLLM's configs are checked by it
+
+    if isinstance(error, ValidationError):
+        found = error.errors(include_url=False)
+        return "; ".join(": ".join([*map(str, one["loc"]), one["msg"]]) for one in found)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # pydantic puts a count first and a link last; the refusal stands between.
-    refusals = [line for line in lines if line.startswith(("Value error", "Assertion failed"))]
-    return (refusals or lines or [type(error).__name__])[0].split(" [type=")[0]
+    return lines[0] if lines else type(error).__name__
 
 
 class _NoProcessGroup:
