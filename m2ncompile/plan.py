@@ -183,7 +183,8 @@ class PlanTransfer(msgspec.Struct, frozen=True, array_like=True):
 class PlanStaging(msgspec.Struct, frozen=True, array_like=True):
     """What a rank needs besides its tensors, in bytes; a run uses no more.
 
-    `packed` is for what is copied together to be sent, `unpacked` for what is received apart,
+    `packed` is for what is copied together to be sent (two of the largest, and one more of columns
+    of several), `unpacked` for what is received apart,
     `reloaded` for parameters on their way to the engine's reload, `whole` for tensors that
     fall back. `share` is the largest that the rank has of one transfer, which NCCL M2N stages
     in a pool of its own. `module` is the largest module that the engine makes anew, in load

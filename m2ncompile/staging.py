@@ -14,6 +14,7 @@ from m2ncompile.layout import Layout, local_shape
 from m2ncompile.legs import Leg, legs_of
 from m2ncompile.plan import Plan, PlanDestination, PlanStaging, PlanTransfer
 from m2ncompile.plan_check import layouts_of
+from m2ncompile.stacking import rows_of
 from m2ncompile.views import View, contiguous, cut, narrowed, sent_view
 
 __all__ = [
@@ -117,11 +118,14 @@ def staging_of(plan: Plan, reloading: Reloading) -> tuple[PlanStaging, ...]:
             share = nbytes(leg.dtype, shape)
             for rank in side.mesh.ranks:
                 shares[rank] = max(shares[rank], share)
-    packed, (unpacked, whole) = _packed(plan, layouts, legs), _unpacked(plan, layouts, legs)
+    (packed, scratch), (unpacked, whole) = (
+        _packed(plan, layouts, legs),
+        _unpacked(plan, layouts, legs),
+    )
     reloaded, modules = _reloaded(plan, layouts, reloading)
     return tuple(
         PlanStaging(
-            packed=BUFFERS * sum(packed[rank].values()),
+            packed=BUFFERS * sum(packed[rank].values()) + sum(scratch[rank].values()),
             unpacked=BUFFERS * sum(unpacked[rank].values()),
             reloaded=reloaded[rank],
             whole=whole[rank],
@@ -134,9 +138,10 @@ def staging_of(plan: Plan, reloading: Reloading) -> tuple[PlanStaging, ...]:
 
 def _packed(
     plan: Plan, layouts: Sequence[Layout], legs: Sequence[Leg]
-) -> defaultdict[int, Counter[str]]:
-    """Trainer rank -> dtype -> bytes of the largest copy to send."""
+) -> tuple[defaultdict[int, Counter[str]], defaultdict[int, Counter[str]]]:
+    """Trainer rank -> dtype -> bytes of the largest copy to send, and of columns of several."""
     found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    scratch: defaultdict[int, Counter[str]] = defaultdict(Counter)
     known: dict[tuple[object, ...], bool] = {}
     for transfer, leg in zip(plan.transfers, legs, strict=True):
         if len(transfer.destinations) == 1 and not transfer.by_rows:
@@ -148,9 +153,19 @@ def _packed(
             if known[key]:
                 continue
         size = nbytes(leg.dtype, leg.sent_shape)
+        cut = transfer.by_rows and len(transfer.destinations) > 1 and _cuts(plan, layouts, transfer)
         for rank in leg.source.mesh.ranks:
-            found[rank][leg.dtype] = max(found[rank][leg.dtype], size)
-    return found
+            for sizes in (found, scratch) if cut else (found,):
+                sizes[rank][leg.dtype] = max(sizes[rank][leg.dtype], size)
+    return found, scratch
+
+
+def _cuts(plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer) -> bool:
+    """Whether its workers get shares of the columns."""
+    carried = [plan.destinations[index] for index in transfer.destinations]
+    wire = plan.wires[carried[0].wire]
+    shape = plan.geometries[wire.geometry].shape
+    return rows_of(shape, layouts[wire.source], [layouts[d.layout] for d in carried]).cut
 
 
 def _sent_as_held(

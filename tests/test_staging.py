@@ -45,7 +45,8 @@ def test_it_is_what_a_run_is_bound_to(seed: int, keeping: bool) -> None:
     stated = staging_of(plan, Keeps(keeps))
     for rank in range(2):
         binding = bind_trainer(plan, held_of(plan), rank)
-        assert stated[rank].packed == bytes_of(dict(binding.packed_numel))
+        scratch = sum(nbytes(dtype, (numel,)) for dtype, numel in binding.scratch_numel.items())
+        assert stated[rank].packed == bytes_of(dict(binding.packed_numel)) + scratch
     for worker in range(2):
         one: WorkerBinding = bind_worker(
             plan, DictTarget(params_of(plan, worker), keeps), 2 + worker

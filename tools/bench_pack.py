@@ -54,6 +54,7 @@ def actions(shape: tuple[int, int], options: argparse.Namespace) -> dict[str, Ca
         for _ in range(count)
     ]
     packed = torch.empty(count * rows * columns, dtype=torch.bfloat16, device=device)
+    scratch = torch.empty_like(packed)
     places = torch.empty(count, rows, columns, dtype=torch.bfloat16, device=device)
     came = packed.view(rows, count, columns)
     at_once = Copies([places.transpose(0, 1)], [came])
@@ -62,7 +63,9 @@ def actions(shape: tuple[int, int], options: argparse.Namespace) -> dict[str, Ca
         "one after the other": lambda: torch.stack(matrices, out=packed.view(count, rows, columns)),
         "by rows": lambda: pack_rows(matrices, packed, Rows()),
         "by rows, dealt to blocks": lambda: pack_rows(matrices, packed, Rows(blocks)),
-        "by rows, columns cut": lambda: pack_rows(matrices, packed, Rows(blocks, cut=True)),
+        "by rows, columns cut": lambda: pack_rows(
+            matrices, packed, Rows(blocks, cut=True), scratch
+        ),
         "unpacked as one": at_once.run,
         "unpacked one by one": each.run,
     }

@@ -49,7 +49,8 @@ class TrainerBinding(msgspec.Struct, frozen=True):
     `needed` is how many of the trainer's tensors must have been given out before a leg,
     `dropped` the tensors that no leg after it needs. `shapes` are those that this rank's
     shards must have, by tensor; `whole` the tensors that every rank gathers; `packed_numel`
-    the elements of the largest copy, by dtype.
+    the elements of the largest copy, by dtype, and `scratch_numel` of the largest of columns
+    of several.
     """
 
     sends: tuple[Send | None, ...]
@@ -58,6 +59,7 @@ class TrainerBinding(msgspec.Struct, frozen=True):
     shapes: tuple[tuple[int, ...], ...]
     whole: frozenset[str]
     packed_numel: Mapping[str, int]
+    scratch_numel: Mapping[str, int]
 
 
 def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
@@ -66,6 +68,7 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
     whole = _check(plan, layouts, held)
     sends: list[Send | None] = []
     packed: defaultdict[str, int] = defaultdict(int)
+    scratch: defaultdict[str, int] = defaultdict(int)
     views: dict[tuple[int, int, int, PlanPart | None], View | None] = {}
     problems = Problems()
 
@@ -97,11 +100,16 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
             sends.append(None)
             continue
         copied = len(parts) > 1 or transfer.by_rows or not contiguous(parts[0].view)
+        rows = _rows(plan, layouts, transfer)
         if copied:
             dtype = plan.dtypes[plan.geometries[plan.tensors[parts[0].tensor].geometry].dtype]
-            packed[dtype] = max(packed[dtype], sum(prod(part.view.shape) for part in parts))
-        sends.append(Send(tuple(parts), copied, _rows(plan, layouts, transfer)))
+            numel = sum(prod(part.view.shape) for part in parts)
+            packed[dtype] = max(packed[dtype], numel)
+            if rows is not None and rows.cut and len(parts) > 1:
+                scratch[dtype] = max(scratch[dtype], numel)
+        sends.append(Send(tuple(parts), copied, rows))
     takes = BUFFERS * sum(nbytes(dtype, (numel,)) for dtype, numel in packed.items())
+    takes += sum(nbytes(dtype, (numel,)) for dtype, numel in scratch.items())
     if takes > (stated := plan.staging[rank].packed):
         message = f"what trainer {rank} packs takes {takes} bytes, the plan says {stated}"
         problems.add("staging", message, "rebuild the plan")
@@ -128,6 +136,7 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
         shapes=shapes,
         whole=whole,
         packed_numel=dict(packed),
+        scratch_numel=dict(scratch),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Copies", "copy_all", "word_of"]
+__all__ = ["Copies", "copy_all"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -40,21 +40,6 @@ class Copies:
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """As `Copies`, once."""
     Copies(targets, sources).run()
-
-
-def word_of(tensors: Sequence[torch.Tensor], run: int) -> torch.dtype:
-    """The widest integer of which tensors of one dtype are made, in runs of `run` elements.
-
-    Their elements lie without gaps. For copies that take their time by element.
-    """
-    size = tensors[0].element_size()
-    places = [place for one in tensors for place in (one.storage_offset() * size, one.data_ptr())]
-    return next(
-        word
-        for word in _INTEGERS
-        if word.itemsize % size == 0
-        and not any(place % word.itemsize for place in (run * size, *places))
-    )
 
 
 def _words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2ncompile.runtime.copies import word_of
 from m2ncompile.runtime.pack import pack_rows
 from m2ncompile.stacking import Rows
 from m2ncompile.verify.transfers import bits
@@ -40,7 +38,8 @@ def test_packed_rows(
         for member, offset in zip(range(members), offsets, strict=False)
     ]
     packed = at(torch.zeros(4096, dtype=dtype), offsets[-1], (members * rows * columns,))
-    pack_rows(pieces, packed, form)
+    scratch = at(torch.zeros(4096, dtype=dtype), offsets[-2], tuple(packed.shape))
+    pack_rows(pieces, packed, form, scratch)
     got = packed.view(form.blocks, rows, -1, columns // form.blocks if form.cut else columns)
     for block, kept in enumerate(got):
         for index, member in enumerate(kept.unbind(1)):
@@ -50,14 +49,3 @@ def test_packed_rows(
                 else pieces[block * each + index]
             )
             assert torch.equal(bits(member), bits(wanted))
-
-
-@pytest.mark.parametrize(
-    ("offset", "run", "word"),
-    [(0, 8, torch.int64), (2, 8, torch.int32), (1, 8, torch.int16), (0, 6, torch.int32)],
-)
-def test_words_are_as_wide_as_places_and_runs_allow(
-    offset: int, run: int, word: torch.dtype
-) -> None:
-    memory = torch.zeros(64, dtype=torch.bfloat16)
-    assert word_of([memory, memory[offset:]], run) is word
