@@ -91,7 +91,7 @@ class EngineSpec(_Checked, frozen=True, kw_only=True):
     #: `auto` takes what the model's config says; else the engine's method name.
     quantization: Text = "auto"
     #: As vLLM's `--moe-backend`, which workers must be given alike.
-    moe_backend: Text = "auto"
+    moe_backend: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]+$")] = "auto"
 
     @staticmethod
     def violations(values: Mapping[str, Any]) -> Violations:

@@ -263,6 +263,9 @@ class DictTarget:
         self._waiting: dict[str, torch.Tensor] = {}
         self._missing: dict[str, set[str]] = {}
 
+    def check(self, plan: Plan) -> None:
+        pass
+
     def held(self, name: str) -> torch.Tensor | None:
         return self.params.get(name)
 

@@ -331,7 +331,7 @@ def test_command_as_json(tmp_path: Path) -> None:
     assert found["layers"][1]["prefix"] == "model.layers."
     assert found["staging"][0] == [
         "trainers 0 to 7",
-        [["packed to be sent", 67108864], ["NCCL M2N\u2019s pool", 525336576]],
+        [["packed to be sent", 100663296], ["NCCL M2N\u2019s pool", 525336576]],
     ]
     assert found["against"] == {
         "plan_digest": load(STOCK).digest,

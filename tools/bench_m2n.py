@@ -491,6 +491,9 @@ class PlainTarget:
             self.params[param.name] = torch.zeros(geometry.shape, dtype=dtype, device=device)
         self.fallen: dict[str, Any] = {}
 
+    def check(self, plan: Any) -> None:
+        pass
+
     def held(self, name: str) -> Any:
         return self.params.get(name)
 

@@ -49,8 +49,10 @@ def backend_of(experts: Any) -> tuple[str, bool]:
     method: Any = getattr(experts, "quant_method", None)
     if not _is(type(experts), EXPERTS) or not _is(type(method), METHOD):
         return f"{type(experts).__qualname__} with {type(method).__qualname__}", False
-    name = method.unquantized_backend.name.lower()
-    return name, name in _AS_LOADED
+    name = getattr(getattr(method, "unquantized_backend", None), "name", None)
+    if not isinstance(name, str):
+        return "a kernel that it does not name", False
+    return name.lower(), name.lower() in _AS_LOADED
 
 
 def _is(kind: type, known: tuple[str, str]) -> bool:

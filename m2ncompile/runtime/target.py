@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from m2ncompile.plan import Plan
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,6 +35,13 @@ class Target(Protocol):
     #: As `engine.target` in a spec; None where it does not matter, in a rehearsal.
     platform: str | None
     device: torch.device
+
+    def check(self, plan: Plan) -> None:
+        """Raises BindError where the module is not as `plan` assumes in what forms don't tell.
+
+        Such as a kernel that reads a parameter otherwise than it is loaded.
+        """
+        ...
 
     def live(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers that the kernels read, under all of their names."""

@@ -11,49 +11,19 @@ from m2ncompile.errors import BindError, Problems
 from m2ncompile.plan import Plan
 from m2ncompile.spec import EngineSpec
 
-__all__ = ["check_experts"]
+__all__ = ["check_experts", "check_kernels"]
+
+_TITLE = "the worker does not have the experts that the plan assumes"
+#: Backends that reshape unquantized experts, by vLLM's names for them.
+_NAMED = ("flashinfer_cutlass", "flashinfer_trtllm")
 
 
-def check_experts(plan: Plan, worker: int, model: nn.Module, parallel: Any) -> None:
-    """Raises BindError unless `worker` has the experts that the plan gives it, and as it does.
+def check_experts(engine: EngineSpec, worker: int, model: nn.Module, parallel: Any) -> None:
+    """Raises BindError unless `worker` has the experts that the plan's `engine` gives it.
 
-    Names and shapes don't tell: they are the same wherever the experts are, and whatever the
-    kernel makes of them.
+    Names and shapes don't tell: they are the same wherever the experts are.
     """
     problems = Problems()
-    _check_places(plan.inputs.engine, worker, model, parallel, problems)
-    _check_kernels(plan, model, problems)
-    problems.raise_if_any(BindError, "the worker does not have the experts that the plan assumes")
-
-
-def _check_kernels(plan: Plan, model: nn.Module, problems: Problems) -> None:
-    """Experts are written directly only where their kernel reads them as they were loaded."""
-    written = (
-        plan.params[plan.landings[one.landing].param].name.rpartition(".")
-        for one in plan.destinations
-        if one.route == "direct" and one.landing is not None
-    )
-    asked = plan.inputs.engine.moe_backend
-    for path in sorted({path for path, _, leaf in written if leaf in ("w13_weight", "w2_weight")}):
-        try:
-            backend, as_loaded = backend_of(model.get_submodule(path))
-        except AttributeError:  # on another pipeline stage
-            continue
-        if as_loaded:
-            continue
-        named = f', or build it with engine.moe_backend = "{backend}"'
-        problems.add(
-            path,
-            f"the worker runs its experts with {backend}, which may keep them otherwise than they "
-            f'are loaded; the plan was built with engine.moe_backend = "{asked}" and writes them '
-            "in place",
-            "start vLLM with --moe-backend triton" + (named if backend.isidentifier() else ""),
-        )
-
-
-def _check_places(
-    engine: EngineSpec, worker: int, model: nn.Module, parallel: Any, problems: Problems
-) -> None:
     if parallel.enable_eplb:
         problems.add(
             "vLLM",
@@ -80,6 +50,38 @@ def _check_places(
                 if strategy == "linear"
                 else "start vLLM with --expert-placement-strategy linear",
             )
+    problems.raise_if_any(BindError, _TITLE)
+
+
+def check_kernels(plan: Plan, model: nn.Module) -> None:
+    """Raises BindError where experts are written that their kernel may not read as loaded.
+
+    Forms don't tell: they are the same for several kernels.
+    """
+    problems = Problems()
+    written = (
+        plan.params[plan.landings[one.landing].param].name.rpartition(".")
+        for one in plan.destinations
+        if one.route == "direct" and one.landing is not None
+    )
+    asked = plan.inputs.engine.moe_backend
+    for path in sorted({path for path, _, leaf in written if leaf in ("w13_weight", "w2_weight")}):
+        try:
+            experts = model.get_submodule(path)
+        except AttributeError:  # on another pipeline stage
+            continue
+        backend, as_loaded = backend_of(experts)
+        if as_loaded:
+            continue
+        named = f', or build it with engine.moe_backend = "{backend}"'
+        problems.add(
+            path,
+            f"the worker runs its experts with {backend}, which may keep them otherwise than they "
+            f'are loaded; the plan was built with engine.moe_backend = "{asked}" and writes them '
+            "in place",
+            "start vLLM with --moe-backend triton" + (named if backend in _NAMED else ""),
+        )
+    problems.raise_if_any(BindError, _TITLE)
 
 
 def _linear(count: int, ep: int, place: int) -> list[int]:

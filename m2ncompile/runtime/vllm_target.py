@@ -20,8 +20,11 @@ import torch
 from torch import nn
 
 from m2ncompile.engine.reloading import awaited, deferred
+from m2ncompile.errors import BindError
+from m2ncompile.plan import Plan
 from m2ncompile.runtime.bind_worker import form_of
 from m2ncompile.runtime.target import Form
+from m2ncompile.runtime.vllm_experts import check_kernels
 
 __all__ = ["VllmTarget"]
 
@@ -50,6 +53,11 @@ class VllmTarget:
         self._replaced: list[tuple[torch.Tensor, Any]] = []
         #: By name, the module that has the parameter, and what it calls it.
         self._owners: dict[str, tuple[nn.Module | None, str]] = {}
+
+    def check(self, plan: Plan) -> None:
+        if self.platform is not None:
+            _check_offloading()
+            check_kernels(plan, self._model)
 
     def held(self, name: str) -> torch.Tensor | None:
         owner = self._owners.get(name)
@@ -180,6 +188,19 @@ class VllmTarget:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _check_offloading() -> None:
+    """Raises BindError where vLLM has its weights on the host, and those on the GPU are copies."""
+    try:
+        from vllm.model_executor.offloader import PrefetchOffloader, get_offloader
+    except ImportError:  # a vLLM without it
+        return
+    if isinstance(get_offloader(), PrefetchOffloader):
+        raise BindError(
+            "vLLM keeps weights on the host and copies them over those on the GPU as it serves; "
+            "what a sync writes there would be lost. Start it without --offload-group-size"
+        )
 
 
 def _platform(device: torch.device) -> str:

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from m2ncompile.errors import BindError, PlanError, RunError
+from m2ncompile.errors import PlanError, RunError
 from m2ncompile.opening import open_plan
 from m2ncompile.plan import Plan
 from m2ncompile.plan_check import loads
@@ -139,8 +139,7 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
 
         def load() -> Plan:
             plan = init_info.load()
-            _check_offloading()
-            check_experts(plan, self.peers.number, self.model, self.parallel_config)
+            check_experts(plan.inputs.engine, self.peers.number, self.model, self.parallel_config)
             return plan
 
         self.worker = Worker(
@@ -246,16 +245,3 @@ class PlanWeightTransferEngine(WeightTransferEngine[PlanInitInfo, PlanUpdateInfo
                 worker.close()
             except Exception:  # one worker's own, and nothing depends on it
                 logger.exception("the run was not closed well")
-
-
-def _check_offloading() -> None:
-    """Raises BindError where vLLM has its weights on the host, and those on the GPU are copies."""
-    try:
-        from vllm.model_executor.offloader import PrefetchOffloader, get_offloader
-    except ImportError:  # a vLLM without it
-        return
-    if isinstance(get_offloader(), PrefetchOffloader):
-        raise BindError(
-            "vLLM keeps weights on the host and copies them over those on the GPU as it serves; "
-            "what a sync writes there would be lost. Start it without --offload-group-size"
-        )

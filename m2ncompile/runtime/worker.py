@@ -65,6 +65,7 @@ class Worker:
                 f"the plan is for {engine.target}, this worker runs on {target.platform}; "
                 f'build it with engine.target = "{target.platform}"'
             )
+        target.check(plan)
         binding = bind_worker(plan, target, self._session.rank)
         self._staging = torch.empty(binding.staging_nbytes, dtype=torch.uint8, device=target.device)
         #: By dtype two buffers: one is emptied while the other is received into.

@@ -560,11 +560,17 @@ def grouped(folder: Path) -> Path:
     return folder
 
 
-def expert_plan(folder: Path, engine: EngineSpec) -> Plan:
+def expert_worker(folder: Path, engine: EngineSpec) -> tuple[Plan, torch.nn.Module]:
     trainer = TrainerSpec(ranks=2, layout="fsdp", uneven="replicate")
-    return build_plan(
-        Spec(model=ModelSpec(path=str(folder), name="m"), engine=engine, trainer=trainer)
-    )
+    model = ModelSpec(path=str(folder), name="m")
+    with MetaEngine(engine, folder).worker(0) as module:
+        return build_plan(Spec(model=model, engine=engine, trainer=trainer)), module
+
+
+def check(plan: Plan, module: torch.nn.Module, rehearsed: bool = False) -> None:
+    from m2ncompile.runtime.vllm_target import VllmTarget
+
+    VllmTarget(module, None, torch.device("cpu"), "0.33.0", rehearsed).check(plan)
 
 
 @pytest.mark.parametrize(
@@ -582,8 +588,7 @@ def test_workers_have_the_experts_that_the_plan_puts_there(
     from m2ncompile.runtime.vllm_experts import check_experts
 
     spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2, ep=ep)
-    folder = grouped(tmp_path)
-    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
+    meta = MetaEngine(spec, grouped(tmp_path))
     parallel = meta._config.parallel_config
     for name, value in changed.items():
         if name != "enable_eplb":
@@ -595,14 +600,14 @@ def test_workers_have_the_experts_that_the_plan_puts_there(
         if "enable_eplb" in changed:
             parallel.enable_eplb = True
         if says is None:
-            check_experts(plan, worker, module, parallel)
+            check_experts(spec, worker, module, parallel)
             # Where another worker's are expected, it is told.
             if ep > 1:
                 with pytest.raises(BindError, match="was the plan built for another parallel"):
-                    check_experts(plan, 1 - worker, module, parallel)
+                    check_experts(spec, 1 - worker, module, parallel)
             continue
         with pytest.raises(BindError, match=says):
-            check_experts(plan, worker, module, parallel)
+            check_experts(spec, worker, module, parallel)
         parallel.enable_eplb = False
 
 
@@ -614,40 +619,43 @@ def test_experts_are_written_only_under_a_kernel_that_reads_them_as_loaded(
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    from m2ncompile.runtime.vllm_experts import check_experts
-
     spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2, moe_backend=backend)
-    folder = grouped(tmp_path)
-    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
-    with meta.worker(0) as module:
-        paths = {n for n, m in module.named_modules() if isinstance(m, RoutedExperts)}
-        assert paths
-        for path in paths:
-            module.get_submodule(path).quant_method.unquantized_backend = UnquantizedMoeBackend[
-                running
-            ]
-    parallel = meta._config.parallel_config
+    plan, module = expert_worker(grouped(tmp_path), spec)
+    paths = {n for n, m in module.named_modules() if isinstance(m, RoutedExperts)}
+    assert paths
+    for path in paths:
+        method: Any = module.get_submodule(path).quant_method
+        method.unquantized_backend = UnquantizedMoeBackend[running]
     if backend == "flashinfer_cutlass" or "TRITON" in running:
-        check_experts(plan, 0, module, parallel)
+        check(plan, module)
         return
     with pytest.raises(BindError) as raised:
-        check_experts(plan, 0, module, parallel)
+        check(plan, module)
     assert {problem.where for problem in raised.value.problems} == paths
-    assert f'"{running.lower()}"' in str(raised.value)
+    # A plan can be built for what vLLM's flag can name.
+    assert ("or build it with" in str(raised.value)) == (running == "FLASHINFER_CUTLASS")
+    check(plan, module, rehearsed=True)  # on a machine without that kernel
+
+
+@pytest.mark.parametrize("running", [None, "triton"])
+def test_experts_of_a_kernel_without_a_name_are_not_written(running: Any, tmp_path: Path) -> None:
+    spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2)
+    plan, module = expert_worker(grouped(tmp_path), spec)
+    (path, *_) = (n for n, m in module.named_modules() if "_expert_map" in m._buffers)
+    method: Any = module.get_submodule(path).quant_method
+    method.unquantized_backend = running
+    with pytest.raises(BindError, match=f"{path}: .* with a kernel that it does not name"):
+        check(plan, module)
 
 
 def test_experts_of_an_unknown_class_are_not_written(tmp_path: Path) -> None:
-    from m2ncompile.runtime.vllm_experts import check_experts
-
     spec = EngineSpec(version="0.33.0", target="cuda-sm90", tp=2)
-    folder = grouped(tmp_path)
-    plan, meta = expert_plan(folder, spec), MetaEngine(spec, folder)
-    with meta.worker(0) as module:
-        (path, *_) = (n for n, m in module.named_modules() if "_expert_map" in m._buffers)
-        experts = module.get_submodule(path)
-        experts.__class__ = type("Other", (type(experts),), {})
+    plan, module = expert_worker(grouped(tmp_path), spec)
+    (path, *_) = (n for n, m in module.named_modules() if "_expert_map" in m._buffers)
+    experts = module.get_submodule(path)
+    experts.__class__ = type("Other", (type(experts),), {})
     with pytest.raises(BindError, match=f"{path}: the worker runs its experts with Other"):
-        check_experts(plan, 0, module, meta._config.parallel_config)
+        check(plan, module)
 
 
 def test_all_ranks_hear_of_a_worker_that_moves_experts(peer: Callable[..., Peer]) -> None:
