@@ -8,10 +8,12 @@ any machine with the compiler: of small dims, or of so many layers at the model'
 of the `vllm` resolver the workers are stock: they run vLLM's own `nccl_m2n`. By others they run
 `m2n_plan`, which vLLM finds where this project is installed. Checkpoints are written to FOLDER.
 The trainer is transformers' model on the first GPU; vLLM has the last GPUs and
-starts with the same weights. Checked after each of three syncs, the first of negated weights:
-every parameter of every worker is, to the bit, what vLLM's own reload of the same checkpoint
-makes it. Greedy tokens are counted that are those after that reload, and transformers' (both
-differ by rounding: vLLM batches as requests arrive, and has other kernels).
+starts with the same weights. On fewer GPUs than tp all of its ranks share the last one: each is
+then a process with an executor of its own, as under torchrun. Checked after each of three syncs,
+the first of negated weights: every parameter of every worker is, to the bit, what vLLM's own
+reload of the same checkpoint makes it. Greedy tokens are counted that are those after that
+reload, and transformers' (both differ by rounding: vLLM batches as requests arrive, and has
+other kernels).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import entry_points
 from itertools import chain
@@ -123,6 +126,15 @@ def serve(folder: Path, port: int) -> None:
 
     inputs = json.loads((folder / "plan.json").read_text())["inputs"]
     tp, stock = inputs["engine"]["tp"], inputs["resolver"]["name"] == "vllm"
+    backend: dict[str, Any] = {}
+    if "RANK" in os.environ:
+        # Their memory can't be told apart by looking at the GPU.
+        backend = {
+            "distributed_executor_backend": "external_launcher",
+            "kv_cache_memory_bytes": 1 << 30,
+        }
+    elif tp > 1:
+        backend = {"distributed_executor_backend": "mp"}
     llm = LLM(
         str(folder / "start"),
         skip_tokenizer_init=True,
@@ -132,10 +144,11 @@ def serve(folder: Path, port: int) -> None:
         max_num_seqs=8,
         gpu_memory_utilization=0.15,
         tensor_parallel_size=tp,
+        seed=0,
         disable_custom_all_reduce=True,
         enable_prefix_caching=False,
         weight_transfer_config={"backend": "nccl_m2n" if stock else "m2n_plan"},
-        **({"distributed_executor_backend": "mp"} if tp > 1 else {}),
+        **backend,
     )
 
     def generate(_: Any) -> Any:
@@ -183,14 +196,20 @@ def serve(folder: Path, port: int) -> None:
 
 
 class Client:
-    """The engine's four calls, and those of this check."""
+    """The engine's four calls, and those of this check, to all of its processes at once."""
 
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
+    def __init__(self, ports: list[int]) -> None:
+        self._ports, self._pool = ports, ThreadPoolExecutor(len(ports))
 
-    def call(self, route: str, body: Any = None) -> Any:
+    def call(self, route: str, body: Any = None) -> list[Any]:
+        """What each process answers."""
+        calls = [self._pool.submit(self._call, port, route, body) for port in self._ports]
+        wait(calls)
+        return [call.result() for call in calls]
+
+    def _call(self, port: int, route: str, body: Any) -> Any:
         request = Request(
-            f"{self._url}/{route}",
+            f"http://127.0.0.1:{port}/{route}",
             json.dumps(body or {}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -225,10 +244,9 @@ def run(folder: Path) -> bool:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plan = json.loads((folder / "plan.json").read_text())
-    tp, gpus, port = plan["inputs"]["engine"]["tp"], torch.cuda.device_count(), free_port()
-    if tp > gpus:
-        print(f"{folder}: skipped, tp {tp} on {gpus} GPU", flush=True)
-        return True
+    tp, gpus = plan["inputs"]["engine"]["tp"], torch.cuda.device_count()
+    alone = tp <= gpus  # one process for all ranks, each with a GPU
+    ports = [free_port() for _ in range(1 if alone else tp)]
     stock = plan["inputs"]["resolver"]["name"] == "vllm"
     if not stock and not entry_points(group="vllm.general_plugins", name="m2n_plan"):
         print(f"{folder}: vLLM can't find m2n_plan; install m2ncompile in this environment")
@@ -241,7 +259,7 @@ def run(folder: Path) -> bool:
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus - tp, gpus))),
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus - tp if alone else gpus - 1, gpus))),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `digests` is sent to the workers
@@ -253,20 +271,31 @@ def run(folder: Path) -> bool:
     with torch.device("cuda:0"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder / "start")
-    log = folder / "engine.log"
-    command = [sys.executable, __file__, "--serve", str(folder), str(port)]
+    launched = {"WORLD_SIZE": str(tp), "LOCAL_RANK": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    engines, log = [], folder / "engine.log"
     with log.open("wb") as out:
-        engine = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        for rank, port in enumerate(ports):
+            command = [sys.executable, __file__, "--serve", str(folder), str(port)]
+            of_rank = {} if alone else launched | {"RANK": str(rank)}
+            engines.append(
+                subprocess.Popen(
+                    command,
+                    env=environment | of_rank,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
     try:
-        return drive(folder, model, port, engine, stock)
+        return drive(folder, model, Client(ports), engines, stock)
     except Exception as error:
         print(f"{folder.name}: {type(error).__name__}: {error}\n{log.read_text()[-3000:]}")
         return False
     finally:
-        os.killpg(engine.pid, signal.SIGKILL)
-        engine.wait()
+        for engine in engines:
+            os.killpg(engine.pid, signal.SIGKILL)
+            engine.wait()
         for name in ("start", "checkpoint"):
             shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -276,19 +305,30 @@ def alike(tokens: list[list[int]], others: list[list[int]]) -> int:
 
 
 def drive(
-    folder: Path, model: Any, port: int, engine: subprocess.Popen[bytes], stock: bool
+    folder: Path, model: Any, client: Client, engines: list[subprocess.Popen[bytes]], stock: bool
 ) -> bool:
     import torch
 
     import m2ncompile
 
-    began, client = time.monotonic(), Client(port)
+    def digests_of() -> list[dict[str, str]]:
+        """By worker."""
+        return list(chain(*client.call("digests")))
+
+    def generated() -> list[list[int]]:
+        first, *others = client.call("generate")
+        if any(one != first for one in others):
+            raise RuntimeError("ranks of one engine generate different tokens")
+        return first  # type: ignore[no-any-return]
+
+    began = time.monotonic()
     while True:
         try:
-            before = client.call("digests")
+            before = digests_of()
             break
         except RuntimeError:
-            if engine.poll() is not None or time.monotonic() - began > 300:
+            ended = any(engine.poll() is not None for engine in engines)
+            if ended or time.monotonic() - began > 300:
                 raise
             time.sleep(0.5)
     size = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
@@ -328,12 +368,12 @@ def drive(
         began = time.monotonic()
         stats = trainer.send()
         seconds = time.monotonic() - began
-        tokens, expected = client.call("generate"), greedy()
-        sent = client.call("digests")
+        tokens, expected = generated(), greedy()
+        sent = digests_of()
         checkpoint = folder / "checkpoint"
         model.save_pretrained(checkpoint)
         client.call("reload", {"path": str(checkpoint)})
-        loaded, again = client.call("digests"), client.call("generate")
+        loaded, again = digests_of(), generated()
         differ = [n for a, b in zip(sent, loaded, strict=True) for n in a if a[n] != b[n]]
         stayed = [n for a, b in zip(sent, before, strict=True) for n in a if a[n] == b[n]]
         good, before = good and not differ and not stayed, sent
