@@ -69,6 +69,10 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def ahead(self) -> tuple[bytes | None, ...]:
+        """By rank, what was said already in the round that this rank comes to; None for nothing."""
+        ...
+
     def settle(self) -> None:
         """Returns when all who spoke in the last round know what was said, or in a while.
 
@@ -156,6 +160,22 @@ class StoreControl:
 
     def _say(self, number: int, words: bytes) -> None:
         self._store.set(f"said/{self.rank}", msgspec.msgpack.encode(_Said(number, words)))
+
+    def ahead(self) -> tuple[bytes | None, ...]:
+        return self._aside.run(self._ahead, _SETTLE)
+
+    def _ahead(self) -> tuple[bytes | None, ...]:
+        number = self._round
+        if self.rank and self._store.check([f"{number}/all"]):
+            answers = msgspec.msgpack.decode(self._store.get(f"{number}/all"), type=Answers)
+            return answers.by_rank
+        others = [rank for rank in range(1, self.world) if rank != self.rank]
+        keys = [f"said/{rank}" for rank in others]
+        found: list[bytes | None] = [None] * self.world
+        if keys and self._store.check(keys):
+            for rank, words in zip(others, self._heard(number, keys), strict=True):
+                found[rank] = words
+        return tuple(found)
 
     def leave(self, why: str, mine: bytes) -> None:
         with suppress(TimeoutError):

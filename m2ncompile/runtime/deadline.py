@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Aside", "Deadline", "within"]
+__all__ = ["Aside", "Call", "Deadline", "within"]
 
 T = TypeVar("T")
 
@@ -24,18 +24,36 @@ class Aside:
     def __init__(self) -> None:
         self._line: _Line | None = None
 
+    def begin(self, action: Callable[[], T]) -> Call[T]:
+        """Makes the call, and goes on."""
+        line, self._line = self._line or _Line(), None
+        line.calls.put(action)
+        return Call(self, line)
+
     def run(self, action: Callable[[], T], seconds: float) -> T:
         """What `action` returns or raises. Raises TimeoutError after `seconds`.
 
         What does not end by itself is left behind, as it is by an interrupt.
         """
-        line, self._line = self._line or _Line(), None
-        line.calls.put(action)
-        try:
-            found, failure = line.outcomes.get(timeout=max(0.0, seconds))
-        except Empty:
-            raise TimeoutError(f"no answer within {seconds:g} s") from None
-        self._line = line
+        return self.begin(action).result(seconds)
+
+
+class Call(Generic[T]):
+    """One that is under way, or has ended."""
+
+    def __init__(self, aside: Aside, line: _Line) -> None:
+        self._aside, self._line = aside, line
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def result(self, seconds: float) -> T:
+        """What it returns or raises. Raises TimeoutError after `seconds`; then it goes on."""
+        if self._outcome is None:
+            try:
+                self._outcome = self._line.outcomes.get(timeout=max(0.0, seconds))
+            except Empty:
+                raise TimeoutError(f"no answer within {seconds:g} s") from None
+            self._aside._line = self._line
+        found, failure = self._outcome
         if failure is not None:
             raise failure
         return found  # type: ignore[no-any-return]

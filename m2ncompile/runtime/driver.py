@@ -1,19 +1,19 @@
 """Trainer 0's calls to the engine's control plane, made while the trainers work.
 
-Workers take part in a start and in a sync from inside such a call, so each runs
-on a thread of its own, and what it fails with is what the ranks are told.
+Workers take part in a start and in a sync from inside such a call, so it is made on
+another thread, and what it fails with is what the ranks are told.
 """
 
 from __future__ import annotations
 
 import base64
-import threading
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from m2ncompile.errors import RunError
 from m2ncompile.plan import MAX_BYTES, Plan
+from m2ncompile.runtime.deadline import Aside, Call
 from m2ncompile.runtime.rendezvous import split_address
 
 __all__ = ["Client", "Driver", "packed_plan", "unpacked_plan", "worker_init_info"]
@@ -37,12 +37,15 @@ class Driver:
     def __init__(self, client: Client) -> None:
         self.client = client
         self._name = ""
-        self._failure: str | None = None
-        self._done = threading.Event()
+        #: Why the last call failed, if it has: one that was given up may fail still.
+        self._failed: list[str] = []
+        # Its threads are daemons: a call that never returns must not keep the process alive.
+        self._aside = Aside()
+        self._call: Call[None] | None = None
 
     def start(self, name: str, call: Callable[[], object]) -> None:
-        self._name, self._failure = name, None
-        done = self._done = threading.Event()
+        failed: list[str] = []
+        self._name, self._failed = name, failed
 
         def run() -> None:
             try:
@@ -51,22 +54,22 @@ class Driver:
                 # A client over HTTP has what the server said in the answer that it raises for.
                 said = getattr(getattr(error, "response", None), "text", "")
                 text = " ".join(f"{error} {said}".split()) or "no message"
-                self._failure = f"{name}: {type(error).__name__}: {text[:1000]}"
-            finally:
-                done.set()
+                failed.append(f"{name}: {type(error).__name__}: {text[:1000]}")
 
-        # A daemon: a call that never returns must not keep the process alive.
-        threading.Thread(target=run, name=f"m2ncompile-{name}", daemon=True).start()
+        self._call = self._aside.begin(run)
 
     def watch(self) -> str | None:
         """Why the call failed, None while it has not."""
-        return self._failure
+        return self._failed[0] if self._failed else None
 
     def join(self, timeout: float) -> str | None:
         """Waits for the call to return; why it failed or did not return, None where it did."""
-        if not self._done.wait(timeout):
-            return f"{self._name} did not return within {timeout:g} s"
-        return self._failure
+        if self._call is not None:
+            try:
+                self._call.result(timeout)
+            except TimeoutError:
+                return f"{self._name} did not return within {timeout:g} s"
+        return self.watch()
 
 
 def packed_plan(plan: Plan) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from m2ncompile.errors import M2nCompileError, PlanError, Problem, RunError
 from m2ncompile.legs import legs_of
 from m2ncompile.plan import Plan
-from m2ncompile.runtime.agree import Envelope, agree
+from m2ncompile.runtime.agree import Envelope, agree, rank_name
 from m2ncompile.runtime.control import ControlPlane, Watch
 from m2ncompile.runtime.deadline import Aside, Deadline
 from m2ncompile.runtime.transports.base import Transport
@@ -26,6 +26,9 @@ GRACE = 10.0
 
 #: For a transfer to end by itself once its deadline has passed, in seconds.
 _SLACK = 2.0
+
+#: How often a rank in a transfer looks whether another has failed, in seconds.
+_LOOK = 0.5
 
 T = TypeVar("T")
 
@@ -173,7 +176,11 @@ class Session:
         began, deadline = time.monotonic(), Deadline(self.timeout)
         try:
             result, error = bounded(
-                self._aside, self.transport, lambda: run(version, deadline), deadline
+                self._aside,
+                self.transport,
+                lambda: run(version, deadline),
+                deadline,
+                self._broken,
             )
             if self._closed.is_set():
                 error = "it was closed during the sync"
@@ -196,6 +203,18 @@ class Session:
         assert result is not None
         self._syncs += 1
         return version, result, began - called + time.monotonic() - moved
+
+    def _broken(self) -> str | None:
+        """Whether another rank says already that it failed, in words.
+
+        Most often that breaks the connections of the others; where it does not, they would
+        sit out the deadline.
+        """
+        with suppress(Exception):  # who hosts the store may be gone: then there is the deadline
+            for rank, said in enumerate(self.control.ahead()):
+                if said is not None and msgspec.json.decode(said, type=Envelope).error is not None:
+                    return f"it broke off, since {rank_name(rank, self.trainers)} failed"
+        return None
 
     def _one_version(self, notes: list[str]) -> str:
         versions = notes[: self.trainers]
@@ -258,9 +277,13 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def bounded(
-    aside: Aside, transport: Transport, action: Callable[[], T], deadline: Deadline
+    aside: Aside,
+    transport: Transport,
+    action: Callable[[], T],
+    deadline: Deadline,
+    broken: Watch | None = None,
 ) -> tuple[T | None, str | None]:
-    """As `attempt`, in no more time than there is.
+    """As `attempt`, in no more time than there is; at once where `broken` says why.
 
     A GPU that waits for a rank that is gone may hold whoever touches it, and so may a
     collective of the trainer's source; nothing ends that: then it is left to a thread.
@@ -271,8 +294,18 @@ def bounded(
         with around:
             return attempt(action)
 
-    try:
-        return aside.run(run, deadline.remaining + _SLACK)
-    except TimeoutError:
-        seconds = f"{deadline.seconds:g} s"
-        return None, f"the transfer did not end within {seconds}, and goes on: restart the process"
+    call, end = aside.begin(run), Deadline(deadline.remaining + _SLACK)
+    why, ends = None, f"the transfer did not end within {deadline.seconds:g} s, and"
+    while True:
+        try:
+            found, error = call.result(min(_LOOK, end.remaining))
+        except TimeoutError:
+            if end.passed:
+                return None, f"{ends} goes on: restart the process"
+            if broken is not None and why is None and (why := broken()) is not None:
+                with suppress(Exception):
+                    transport.close()  # wakes the call
+                # But gloo (torch 2.13) can lose a send to a connection that is closed.
+                end, ends = Deadline(min(end.remaining, _LOOK)), f"{why}; its transfer"
+        else:
+            return (found, error) if why is None else (None, why)

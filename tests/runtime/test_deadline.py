@@ -47,6 +47,18 @@ def test_a_call_that_does_not_end_is_left_behind() -> None:
     assert aside.run(lambda: "fresh", LONG) == "fresh"
 
 
+def test_a_call_that_is_begun_goes_on_beside() -> None:
+    aside, gate = Aside(), threading.Event()
+    call = aside.begin(lambda: gate.wait(LONG) and threading.current_thread())
+    with pytest.raises(TimeoutError):
+        call.result(0.1)
+    assert aside.run(lambda: "meanwhile", LONG) == "meanwhile"
+    gate.set()
+    first = call.result(LONG)
+    assert call.result(0) is first is not threading.current_thread()
+    assert aside.run(threading.current_thread, LONG) is first  # it is free again
+
+
 def test_two_threads_call_at_once() -> None:
     aside, both = Aside(), threading.Barrier(2, timeout=LONG)
     other = threading.Thread(target=lambda: aside.run(both.wait, LONG))
