@@ -294,18 +294,22 @@ def bounded(
         with around:
             return attempt(action)
 
-    call, end = aside.begin(run), Deadline(deadline.remaining + _SLACK)
-    why, ends = None, f"the transfer did not end within {deadline.seconds:g} s, and"
+    call, end, why = aside.begin(run), Deadline(deadline.remaining + _SLACK), None
+    ends = (
+        f"the transfer did not end within {deadline.seconds:g} s, and goes on: restart the process"
+    )
     while True:
         try:
             found, error = call.result(min(_LOOK, end.remaining))
         except TimeoutError:
             if end.passed:
-                return None, f"{ends} goes on: restart the process"
-            if broken is not None and why is None and (why := broken()) is not None:
-                with suppress(Exception):
-                    transport.close()  # wakes the call
-                # But gloo (torch 2.13) can lose a send to a connection that is closed.
-                end, ends = Deadline(min(end.remaining, _LOOK)), f"{why}; its transfer"
+                return None, ends
+            # Once the deadline has passed the others fail too, because of this one perhaps.
+            if broken is None or why is not None or deadline.passed or (why := broken()) is None:
+                continue
+            with suppress(Exception):
+                transport.close()  # wakes the call
+            # But gloo (torch 2.13) can lose a send to a connection that is closed.
+            end, ends = Deadline(_LOOK), f"{why}; its transfer goes on: restart the process"
         else:
             return (found, error) if why is None else (None, why)

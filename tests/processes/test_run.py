@@ -112,7 +112,8 @@ def _report(seat: Seat) -> Path:
 
 def _run_job(job: Callable[[Seat], object], seat: Seat) -> None:
     torch.set_num_threads(1)
-    session.GRACE, control._MARGIN = 1.0, 4.0  # type: ignore[attr-defined]
+    session.GRACE = control._MARGIN = 1.0  # type: ignore[attr-defined]
+    session._LOOK = 0.2  # type: ignore[attr-defined]
     try:
         found: dict[str, object] = {"result": job(seat)}
     except BaseException as error:
