@@ -14,7 +14,7 @@ from m2ncompile.layout import Layout, local_shape
 from m2ncompile.legs import Leg, legs_of
 from m2ncompile.plan import Plan, PlanDestination, PlanStaging, PlanTransfer
 from m2ncompile.plan_check import layouts_of
-from m2ncompile.stacking import rows_of
+from m2ncompile.stacking import Rows, rows_of
 from m2ncompile.views import View, contiguous, cut, narrowed, sent_view
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "in_place",
     "landed_view",
     "module_of",
+    "packed_rows",
     "place",
     "staged_bytes",
     "staging_of",
@@ -136,6 +137,16 @@ def staging_of(plan: Plan, reloading: Reloading) -> tuple[PlanStaging, ...]:
     )
 
 
+def packed_rows(plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer) -> Rows | None:
+    """How a transfer is packed where it goes by rows."""
+    if not transfer.by_rows:
+        return None
+    carried = [plan.destinations[index] for index in transfer.destinations]
+    wire = plan.wires[carried[0].wire]
+    shape = plan.geometries[wire.geometry].shape
+    return rows_of(shape, layouts[wire.source], [layouts[d.layout] for d in carried])
+
+
 def _packed(
     plan: Plan, layouts: Sequence[Layout], legs: Sequence[Leg]
 ) -> tuple[defaultdict[int, Counter[str]], defaultdict[int, Counter[str]]]:
@@ -153,19 +164,12 @@ def _packed(
             if known[key]:
                 continue
         size = nbytes(leg.dtype, leg.sent_shape)
-        cut = transfer.by_rows and len(transfer.destinations) > 1 and _cuts(plan, layouts, transfer)
+        form = packed_rows(plan, layouts, transfer)
+        cut = form is not None and form.cut and len(transfer.destinations) > 1
         for rank in leg.source.mesh.ranks:
             for sizes in (found, scratch) if cut else (found,):
                 sizes[rank][leg.dtype] = max(sizes[rank][leg.dtype], size)
     return found, scratch
-
-
-def _cuts(plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer) -> bool:
-    """Whether its workers get shares of the columns."""
-    carried = [plan.destinations[index] for index in transfer.destinations]
-    wire = plan.wires[carried[0].wire]
-    shape = plan.geometries[wire.geometry].shape
-    return rows_of(shape, layouts[wire.source], [layouts[d.layout] for d in carried]).cut
 
 
 def _sent_as_held(

@@ -18,12 +18,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["EXPERTS", "METHOD", "backend_of", "read_as_loaded"]
+__all__ = ["EXPERTS", "backend_of", "is_that_class", "read_as_loaded"]
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
 #: Module and name of the class that holds experts, and of the method that processes them.
 EXPERTS = (f"{_LAYERS}.routed_experts", "RoutedExperts")
-METHOD = (f"{_LAYERS}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod")
+_METHOD = (f"{_LAYERS}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod")
 
 _AS_LOADED = ("triton", "batched_triton")
 _TRITON_FIRST = ("cuda-sm80", "cuda-sm86", "cuda-sm89", "cuda-sm90")
@@ -38,7 +38,7 @@ def read_as_loaded(experts: Any, target: str, moe_backend: str) -> bool:
     `experts` is a module of the class `EXPERTS`. Never with biases: no model was seen with them.
     """
     own = experts._parameters.keys() - _ROUTERS
-    known = _is(type(experts.quant_method), METHOD) and own == _WEIGHTS
+    known = _is(type(experts.quant_method), _METHOD) and own == _WEIGHTS
     if moe_backend == "auto":
         return known and target in _TRITON_FIRST
     return known and target.startswith("cuda-") and moe_backend in _AS_LOADED
@@ -47,7 +47,7 @@ def read_as_loaded(experts: Any, target: str, moe_backend: str) -> bool:
 def backend_of(experts: Any) -> tuple[str, bool]:
     """What runs the experts of a worker's module, in vLLM's words, and whether as loaded."""
     method: Any = getattr(experts, "quant_method", None)
-    if not _is(type(experts), EXPERTS) or not _is(type(method), METHOD):
+    if not _is(type(experts), EXPERTS) or not _is(type(method), _METHOD):
         return f"{type(experts).__qualname__} with {type(method).__qualname__}", False
     name = getattr(getattr(method, "unquantized_backend", None), "name", None)
     if not isinstance(name, str):
@@ -55,9 +55,11 @@ def backend_of(experts: Any) -> tuple[str, bool]:
     return name.lower(), name.lower() in _AS_LOADED
 
 
+def is_that_class(kind: type) -> bool:
+    """Whether `kind` is what its name says: the one class of that name in that module."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
 def _is(kind: type, known: tuple[str, str]) -> bool:
-    """Whether it is the one class of that name: a subclass or a replacement is not known."""
-    path, name = known
-    return (kind.__module__, kind.__qualname__) == known and (
-        getattr(sys.modules.get(path), name, None) is kind
-    )
+    """A subclass or a replacement is not known."""
+    return (kind.__module__, kind.__qualname__) == known and is_that_class(kind)

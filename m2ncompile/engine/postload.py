@@ -23,13 +23,12 @@ subclass or a replacement is not known. What is known of the listed ones:
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from m2ncompile.engine.expert_kernels import EXPERTS, read_as_loaded
+from m2ncompile.engine.expert_kernels import EXPERTS, is_that_class, read_as_loaded
 from m2ncompile.errors import EngineError
 from m2ncompile.spec import TARGETS
 
@@ -193,7 +192,7 @@ def not_direct(model: torch.nn.Module, target: str, moe_backend: str = "auto") -
 def _objection(module: torch.nn.Module, target: str, moe_backend: str) -> str | None:
     kind = type(module)
     known = (kind.__module__, kind.__qualname__)
-    if (harm := HARMFUL.get(known)) and _is_that_class(kind):
+    if (harm := HARMFUL.get(known)) and is_that_class(kind):
         harmless = known == EXPERTS and read_as_loaded(module, target, moe_backend)
         return None if harmless else f"{kind.__qualname__}: {harm}"
     if not _listed(kind, HARMLESS):
@@ -223,12 +222,7 @@ def _full_name(kind: type) -> str:
 
 
 def _listed(kind: type, table: Mapping[str, tuple[str, ...]]) -> bool:
-    return kind.__qualname__ in table.get(kind.__module__, ()) and _is_that_class(kind)
-
-
-def _is_that_class(kind: type) -> bool:
-    """Whether `kind` is what its name says: the one class of that name in that module."""
-    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+    return kind.__qualname__ in table.get(kind.__module__, ()) and is_that_class(kind)
 
 
 def _storage(tensor: torch.Tensor) -> int:

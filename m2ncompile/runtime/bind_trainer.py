@@ -14,11 +14,11 @@ import msgspec
 from m2ncompile.dtypes import nbytes
 from m2ncompile.errors import BindError, LayoutError, Problem, Problems, nearest
 from m2ncompile.layout import Layout, local_shape, shard_box
-from m2ncompile.plan import Plan, PlanPart, PlanTensor, PlanTransfer
+from m2ncompile.plan import Plan, PlanPart, PlanTensor
 from m2ncompile.plan_check import layouts_of
 from m2ncompile.runtime.shards import Held
-from m2ncompile.stacking import Rows, rows_of
-from m2ncompile.staging import BUFFERS
+from m2ncompile.stacking import Rows
+from m2ncompile.staging import BUFFERS, packed_rows
 from m2ncompile.views import View, contiguous, sent_view
 
 __all__ = ["Part", "Send", "TrainerBinding", "bind_trainer"]
@@ -100,7 +100,7 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
             sends.append(None)
             continue
         copied = len(parts) > 1 or transfer.by_rows or not contiguous(parts[0].view)
-        rows = _rows(plan, layouts, transfer)
+        rows = packed_rows(plan, layouts, transfer)
         if copied:
             dtype = plan.dtypes[plan.geometries[plan.tensors[parts[0].tensor].geometry].dtype]
             numel = sum(prod(part.view.shape) for part in parts)
@@ -138,15 +138,6 @@ def bind_trainer(plan: Plan, held: Sequence[Held], rank: int) -> TrainerBinding:
         packed_numel=dict(packed),
         scratch_numel=dict(scratch),
     )
-
-
-def _rows(plan: Plan, layouts: Sequence[Layout], transfer: PlanTransfer) -> Rows | None:
-    if not transfer.by_rows:
-        return None
-    carried = [plan.destinations[index] for index in transfer.destinations]
-    wire = plan.wires[carried[0].wire]
-    shape = plan.geometries[wire.geometry].shape
-    return rows_of(shape, layouts[wire.source], [layouts[d.layout] for d in carried])
 
 
 def _check(plan: Plan, layouts: Sequence[Layout], held: Sequence[Held]) -> frozenset[str]:
